@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 from patches.checkout import Places, load, open_repo
+from patches.git import Repo
 from patches.pin import Pin, QueueError
 from patches.upstream import fetch
 
@@ -36,19 +37,26 @@ def write_dist_info(wheel: Path, pin: Pin, stage: Path) -> None:
     metadata.write_text("\n".join(lines) + separator + body)
 
 
+def target(places: Places, editable: bool = False) -> Path:
+    """Where `pack` writes the wheel."""
+    pin, _ = load(places, series=False)
+    tree = Repo(places.checkout).resolve("HEAD:sglang")
+    folder = places.build / "wheels" / ("editable" if editable else tree)
+    return folder / f"sglang-{pin.local_version}-py3-none-any.whl"
+
+
 def pack(places: Places, editable: bool = False) -> Path:
     """Write the wheel to build/wheels/<tree>/ and return its path; needs the package `wheel`.
 
     editable: the wheel holds only a path to build/sglang, so that edits there count at once.
     """
-    pin, _ = load(places)
+    pin, _ = load(places, series=False)
     repo = open_repo(places, pin)
-    folder = places.build / "wheels" / ("editable" if editable else repo.resolve("HEAD:sglang"))
-    target = folder / f"sglang-{pin.local_version}-py3-none-any.whl"
-    if target.exists() and not editable:
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    path = target(places, editable)
+    if path.exists() and not editable:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
         stage = Path(name) / "stage"
         stage.mkdir()
         if editable:
@@ -61,9 +69,9 @@ def pack(places: Places, editable: bool = False) -> Path:
         write_dist_info(fetch(pin, places.build), pin, stage)
         command = [sys.executable, "-m", "wheel", "pack", str(stage), "--dest-dir", name]
         done = subprocess.run(command, capture_output=True, text=True)
-        packed = Path(name) / target.name
+        packed = Path(name) / path.name
         if done.returncode or not packed.exists():
             reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
             raise QueueError(f"`wheel pack` failed ({reason}): run `make setup`, which installs it.")
-        shutil.move(packed, target)
-    return target
+        shutil.move(packed, path)
+    return path

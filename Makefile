@@ -1,0 +1,104 @@
+# `make help` lists the targets.
+
+# --- what to serve; each can be given on the command line ---------------------------------------
+PORT  ?= 30000
+MODEL ?= checkpoints/tiny/target
+DRAFT ?= checkpoints/tiny/draft
+ARGS  ?=
+
+# --- where and with what ------------------------------------------------------------------------
+BUILD ?= build
+VENV  ?= .venv
+DEV   ?=
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+	2>/dev/null && echo $$p && break; done)
+ACCEL ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+
+# --- server arguments by machine; ARGS come after them and win ----------------------------------
+SERVER_cpu  = --device cpu --attention-backend torch_native \
+	--max-total-tokens 16384 --max-running-requests 16
+SERVER_cuda =
+ENV_cpu     = SGLANG_USE_CPU_ENGINE=1
+# flashinfer-cubin, prebuilt kernels that a Hopper GPU does not need, is not in the lock.
+ENV_cuda    = FLASHINFER_DISABLE_VERSION_CHECK=1
+ACCEPT_LENGTH = 6 to 10 tokens a round with the bundled pair
+
+# A fixed choice, made once: the shell commands above would otherwise run at every use.
+PYTHON := $(PYTHON)
+ACCEL  := $(ACCEL)
+export BUILD
+QUEUE   = $(PYTHON) -m patches
+BIN     = $(VENV)/bin
+LAUNCH  = exec env $(ENV_$(ACCEL)) $(BIN)/python -m sglang.launch_server --model-path $(MODEL) \
+	--port $(PORT) $(SERVER_$(ACCEL))
+DFLASH  = --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT)
+ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \
+	-d '{"model": "default", "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
+QUESTION = Tom has 3 boxes with 12 pens each. He gives away 7 pens. How many pens are left?
+
+.DEFAULT_GOAL := help
+.PHONY: help setup dev serve serve-plain test lint fetch apply unapply refresh check-patches \
+	rebase lock tiny-pair clean python
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+	| awk -F'|' '{printf "  %-14s %s\n", $$1, $$2}'
+	@echo "Variables: PORT MODEL DRAFT ARGS (serve), ACCEL=cpu|cuda, PYTHON, DEV=1 (as make dev)"
+
+python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 with the module venv was found:" \
+	"install one (python3 and python3-venv), or name it with PYTHON=…" >&2; exit 1; }
+	@case "$(ACCEL)" in cpu|cuda) ;; *) \
+	echo "error: ACCEL is $(ACCEL), but must be cpu or cuda" >&2; exit 1;; esac
+
+setup: python ## make .venv with the patched SGLang and the overlay
+	@$(PYTHON) -m requirements.environment --accel $(ACCEL) --venv $(VENV) --build $(BUILD) \
+	$(if $(DEV),--dev)
+
+dev: ## like setup, but run build/sglang as it is, with edits that are not in patches/ yet
+	@$(MAKE) --no-print-directory setup DEV=1
+
+serve: setup ## serve MODEL with DFlash speculation by DRAFT on PORT
+	$(info When it is up, ask it:  $(ASK))
+	$(info Expect an accept length of $(ACCEPT_LENGTH); localhost:$(PORT)/server_info shows it.)
+	@$(LAUNCH) $(DFLASH) $(ARGS)
+
+serve-plain: setup ## the same without speculation
+	$(info When it is up, ask it:  $(ASK))
+	@$(LAUNCH) $(ARGS)
+
+test: setup ## unit tests, tests of the patch queue, tests on a real server
+	@$(BIN)/python -m pytest $(wildcard tests/unit tests/patches tests/server) $(ARGS)
+
+lint: setup ## ruff check and ruff format --check
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+fetch: python ## download the pinned SGLang wheel, hash-checked
+	@$(QUEUE) fetch
+
+apply: python ## make build/sglang the patched release
+	@$(QUEUE) apply
+
+unapply: python ## put build/sglang back on the release as published
+	@$(QUEUE) unapply
+
+refresh: python ## write the commits in build/sglang to patches/
+	@$(QUEUE) refresh
+
+check-patches: python ## check headers, files, application and size of the series
+	@$(QUEUE) check
+
+rebase: python ## try the series on another release: make rebase TO=0.5.11
+	@test -n "$(TO)" || { echo "error: name the release: make rebase TO=<version>" >&2; exit 1; }
+	@$(QUEUE) rebase $(TO)
+
+lock: setup ## resolve requirements/*.in again and write the locks
+	@$(PYTHON) -m requirements.lock --uv $(BUILD)/bootstrap/bin/uv
+
+tiny-pair: setup ## train checkpoints/tiny again
+	@$(BIN)/python -m checkpoints.trainer --out checkpoints/tiny
+
+clean: python ## remove .venv and build/; refused while build/sglang has work that patches/ lacks
+	@$(QUEUE) unapply
+	rm -rf $(VENV) $(BUILD)
