@@ -32,7 +32,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     rebase = commands.add_parser("rebase", help="try the series on another release")
     rebase.add_argument("version", help="for example 0.5.11")
     wheel = commands.add_parser("pack", help="pack build/sglang into a wheel")
-    wheel.add_argument("--editable", action="store_true", help="a wheel that points at build/sglang")
+    wheel.add_argument(
+        "--editable", action="store_true", help="a wheel that points at build/sglang"
+    )
     return parser.parse_args(arguments)
 
 

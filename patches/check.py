@@ -4,7 +4,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from patches.checkout import Places, checked_tip, commit_patch, load
+from patches.checkout import Places, checked_tip, commit_patch, load, try_patch
 from patches.git import Repo
 from patches.patch import Patch, export, file_name, header
 from patches.pin import Pin, QueueError
@@ -36,8 +36,6 @@ def changes(repo: Repo, commit: str) -> list[tuple[str, int, int]]:
     rows = []
     for line in repo.git("diff", "--no-renames", "--numstat", f"{commit}^", commit).splitlines():
         added, deleted, path = line.split("\t", 2)
-        if added == "-":
-            raise QueueError(f"commit {commit[:10]} changes the binary file {path}: leave it out.")
         rows.append((path, int(added), int(deleted)))
     return rows
 
@@ -107,8 +105,9 @@ def rebase(places: Places, version: str) -> tuple[str, bool]:
         tip = repo.resolve("upstream^{commit}")
         for patch in patches:
             try:
-                tip = commit_patch(repo, patch, tip, folder / "index", offset=True)
-                lines.append(f"applies         {patch.name}")
+                tip, moved = try_patch(repo, patch, tip, folder / "index")
+                where = f" (hunks at other lines: {len(moved)})" if moved else ""
+                lines.append(f"applies         {patch.name}{where}")
             except QueueError as error:
                 # The next patches are tried without it, so that one report shows all the work.
                 lines.append(f"does not apply  {error}")

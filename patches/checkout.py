@@ -28,27 +28,31 @@ class Places:
         return self.build / "sglang"
 
 
-def commit_patch(
-    repo: Repo, patch: Patch, parent: str, index: Path, offset: bool = False
-) -> str:
-    """Commit one patch on `parent` without touching the working tree.
+def try_patch(repo: Repo, patch: Patch, parent: str, index: Path) -> tuple[str, list[str]]:
+    """Commit one patch on `parent` without touching the working tree; index: a scratch file.
 
-    index: a scratch index file. offset: let hunks apply at other lines than they say (git apply
-    knows no fuzz).
+    Returns the commit and what git says of each hunk that applied at another line than its own
+    (git apply knows offsets, but no fuzz).
     """
     repo.git("read-tree", parent, index=index)
     options = ("apply", "--cached", "--verbose", "--whitespace=nowarn")
     done = repo.run(*options, stdin=patch.diff.encode(errors="surrogateescape"), index=index)
-    report = done.stderr.decode(errors="replace").splitlines()
+    report = [line.strip() for line in done.stderr.decode(errors="replace").splitlines()]
     if done.returncode:
         reason = next((line for line in report if line.startswith("error: ")), "error: no reason")
         raise QueueError(f"{patch.name} does not apply: {reason.removeprefix('error: ')}")
-    moved = [line.strip() for line in report if "offset" in line]
-    if moved and not offset:
-        raise QueueError(f"{patch.name} applies only with an offset: {moved[0]}")
     tree = repo.git("write-tree", index=index).strip()
     message = patch.message.encode(errors="surrogateescape") + b"\n"
-    return repo.git("commit-tree", tree, "-p", parent, "-F", "-", stdin=message).strip()
+    commit = repo.git("commit-tree", tree, "-p", parent, "-F", "-", stdin=message).strip()
+    return commit, [line for line in report if "offset" in line]
+
+
+def commit_patch(repo: Repo, patch: Patch, parent: str, index: Path) -> str:
+    """Like try_patch, but refuses an offset."""
+    commit, moved = try_patch(repo, patch, parent, index)
+    if moved:
+        raise QueueError(f"{patch.name} applies only with an offset: {moved[0]}")
+    return commit
 
 
 def commit_series(repo: Repo, patches: list[Patch]) -> str:

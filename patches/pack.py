@@ -72,6 +72,6 @@ def pack(places: Places, editable: bool = False) -> Path:
         packed = Path(name) / path.name
         if done.returncode or not packed.exists():
             reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise QueueError(f"`wheel pack` failed ({reason}): run `make setup`, which installs it.")
+            raise QueueError(f"`wheel pack` failed ({reason}): run `make setup` to install wheel.")
         shutil.move(packed, path)
     return path

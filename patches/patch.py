@@ -37,10 +37,10 @@ class Patch:
 
 def parse(name: str, data: bytes) -> Patch:
     text = data.decode(errors="surrogateescape")
-    start = text.find("diff --git ") if text.startswith("diff --git ") else text.find("\ndiff --git ")
-    if start < 0:
+    start = re.search(r"^diff --git ", text, re.MULTILINE)
+    if start is None:
         raise QueueError(f"{name} has no line `diff --git`: export it with `make refresh`.")
-    return Patch(name, text[:start].strip("\n"), text[start:].lstrip("\n"))
+    return Patch(name, text[: start.start()].strip("\n"), text[start.start() :])
 
 
 def header(message: str, where: str) -> dict[str, str]:
@@ -77,6 +77,8 @@ def export(repo: Repo, commit: str, number: int) -> Patch:
     diff = repo.git("diff", *DIFF_OPTIONS, f"{commit}^", commit)
     if not diff:
         raise QueueError(f"commit {commit[:10]} in {repo.path} changes nothing: drop it.")
+    if re.search(r"^Binary files ", diff, re.MULTILINE):
+        raise QueueError(f"commit {commit[:10]} in {repo.path} changes a binary file: drop that.")
     return Patch(file_name(number, fields["Subject"]), message, diff)
 
 

@@ -91,11 +91,13 @@ def install_dependencies(venv: Path, lock: Path, programs: Path, fresh: bool) ->
             failure=f"uv could not make {venv}: see its message above",
             env=env,
         )
-    print("Installing the locked dependencies (about 3 GB to download the first time) …", flush=True)
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # a terminal shows progress
+    print(f"Installing {lock.name} (about 3 GB to download the first time) …", flush=True)
+    # Only a terminal can show progress. Byte code is compiled once here, not by each of the
+    # server's processes at its first start.
+    options = ["--require-hashes", "--no-build", "--compile-bytecode"]
+    options += [] if sys.stderr.isatty() else ["--quiet"]
     run(
-        *(uv, "pip", "sync", *quiet, "--python", venv / "bin/python", "--no-build"),
-        *("--require-hashes", lock),
+        *(uv, "pip", "sync", "--python", venv / "bin/python", *options, lock),
         failure=f"uv could not install {lock.relative_to(ROOT)}: see its message above",
         env=env,
     )
@@ -109,7 +111,7 @@ def install_code(venv: Path, places: checkout.Places, programs: Path, dev: bool)
     run(*command, failure=failure, cwd=ROOT, stdout=subprocess.DEVNULL)
     wheel = pack.target(places, dev)
     install = [programs / "uv", "pip", "install", "--python", venv / "bin/python", "--no-deps"]
-    install += ["--quiet", "--offline", "--no-build-isolation"]
+    install += ["--quiet", "--offline", "--no-build-isolation", "--compile-bytecode"]
     failure = "uv could not install the patched SGLang and the overlay: see its message above"
     run(*install, "--reinstall", wheel, "--editable", ROOT, failure=failure)
 
@@ -119,7 +121,10 @@ def set_up(accel: str, dev: bool, venv: Path, places: checkout.Places) -> str:
     pin = load_pin(places.pin)
     lock = LOCKS / f"{accel}.lock"
     if not dev and places.checkout.exists():
-        checkout.apply(places)  # notices edits that the installed wheel does not have
+        try:
+            checkout.apply(places)  # notices edits that the installed wheel does not have
+        except QueueError as error:
+            raise QueueError(f"{error} Or add DEV=1, which runs the checkout as it is.") from None
     keys = {
         "dependencies": digest(lock, sys.version, accel, Path(__file__)),
         "code": digest(places.pin, ROOT / "pyproject.toml", f"{ROOT} {places.build} {dev}"),
