@@ -3,7 +3,7 @@
 # --- what to serve; each can be given on the command line ---------------------------------------
 PORT  ?= 30000
 MODEL ?= checkpoints/tiny/target
-DRAFT ?= checkpoints/tiny/draft
+DRAFT ?= checkpoints/tiny/drafter
 ARGS  ?=
 
 # --- where and with what ------------------------------------------------------------------------

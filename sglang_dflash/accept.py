@@ -1,0 +1,44 @@
+"""Stage 3: the target's choices against the drafted tokens. Pure: touches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a round commits.
+
+    Attributes:
+        tokens: [bs, width] int64, the target's own choice after each row. The first `lengths` of a
+            request are its new tokens; the last of those is the next bonus token.
+        lengths: [bs] int64, tokens that the round commits, the bonus token included: 1..width.
+        bonus_tokens: [bs] int64, the next round's.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    bonus_tokens: torch.Tensor
+
+
+def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> Accepted:
+    """Accepts drafted tokens up to the first that is not what the target chose.
+
+    The token at the first mismatch is the target's choice given an accepted prefix, so it is valid
+    whatever was drafted there: a round always commits one token more than it accepts.
+
+    Args:
+        target_tokens: [bs, width] int64, the target's choice after each row of the block.
+        draft_tokens: [bs, width - 1] int64.
+    """
+    matches = (draft_tokens == target_tokens[:, :-1]).to(torch.int64)
+    lengths = matches.cumprod(dim=1).sum(dim=1) + 1
+    bonus_tokens = target_tokens.gather(1, (lengths - 1)[:, None]).squeeze(1)
+    return Accepted(target_tokens, lengths, bonus_tokens)
+
+
+def greedy_tokens(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """The target's greedy choice after each row: [bs * width, vocab] → [bs, width] int64."""
+    return logits.argmax(dim=-1).view(-1, width)

@@ -1,0 +1,70 @@
+"""Which requests are admitted.
+
+What is not served right is refused here with status 400 and one sentence; nothing that a client
+asks for is silently ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dflash.errors import DFlashError
+
+_WITHOUT = "leave it out, or start the server without --speculative-algorithm DFLASH"
+
+# Sampling parameter, the value that changes nothing, and what a client may do instead.
+_NEUTRAL_SAMPLING = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+
+# Request field, the values that ask for nothing.
+_NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+    "return_logprob": (None, False),
+    "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
+    "custom_logit_processor": (None,),
+    "input_embeds": (None,),
+    "lora_path": (None,),
+    "session_params": (None, {}),
+    "image_data": (None, []),
+    "video_data": (None, []),
+    "audio_data": (None, []),
+}
+
+
+def check_request(request: Any, sampling: Any) -> None:
+    """Refuses what DFLASH does not serve yet.
+
+    Args:
+        request: SGLang's `GenerateReqInput` of one request.
+        sampling: its `SamplingParams`, normalised (greedy is `top_k` 1).
+
+    Raises:
+        DFlashError: names the field and its value, and says what to do.
+    """
+    if sampling.top_k != 1:
+        raise DFlashError(
+            f"temperature {sampling.temperature} is not supported with DFLASH, which only decodes greedily: "
+            "set temperature to 0."
+        )
+    for name, neutral in _NEUTRAL_SAMPLING.items():
+        value = getattr(sampling, name)
+        if value != neutral and value:
+            raise DFlashError(f"{name} {_short(value)} is not supported with DFLASH: {_WITHOUT}.")
+    for name, neutrals in _NEUTRAL_FIELDS.items():
+        value = getattr(request, name, None)
+        if value not in neutrals:
+            raise DFlashError(f"{name} {_short(value)} is not supported with DFLASH: {_WITHOUT}.")
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = str(value)
+    return text if len(text) <= limit else text[:limit] + "…"
