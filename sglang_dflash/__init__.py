@@ -41,10 +41,9 @@ def worker_class(overlap: bool) -> type:
         overlap: whether the scheduler overlaps the host's work with the forward pass.
     """
     if overlap:
-        raise ValueError(
-            "Overlap scheduling was switched on for DFLASH, which has no overlapped worker yet: "
-            "unset SGLANG_ENABLE_DFLASH_SPEC_V2."
-        )
+        from sglang_dflash.worker_v2 import DFlashWorkerV2
+
+        return DFlashWorkerV2
     from sglang_dflash.worker import DFlashWorker
 
     return DFlashWorker

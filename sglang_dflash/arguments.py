@@ -148,11 +148,17 @@ def _check_draft_backend(args: ServerArgs) -> None:
 
 
 def _choose_worker(args: ServerArgs) -> None:
+    """The overlapped worker is asked for by two environment variables, as in the reference work."""
     from sglang.srt.environ import envs
     from sglang.srt.utils import get_bool_env_var
 
-    if envs.SGLANG_ENABLE_SPEC_V2.get() and get_bool_env_var("SGLANG_ENABLE_DFLASH_SPEC_V2"):
-        raise DFlashError(
-            "SGLANG_ENABLE_DFLASH_SPEC_V2=1 asks for overlap scheduling, which DFLASH does not have yet: unset it."
-        )
-    args.disable_overlap_schedule = True
+    asked = {
+        "SGLANG_ENABLE_SPEC_V2": envs.SGLANG_ENABLE_SPEC_V2.get(),
+        "SGLANG_ENABLE_DFLASH_SPEC_V2": get_bool_env_var("SGLANG_ENABLE_DFLASH_SPEC_V2"),
+    }
+    if any(asked.values()) and not all(asked.values()):
+        missing = next(name for name, value in asked.items() if not value)
+        logger.warning("DFLASH runs without overlap scheduling, because %s=1 is not set.", missing)
+    if not all(asked.values()):
+        args.disable_overlap_schedule = True
+    logger.info("DFLASH worker: %s", "v1" if args.disable_overlap_schedule else "v2 (overlapped)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.block_model import BlockModel
 from sglang_dflash.round import Round
 
 
@@ -17,13 +17,12 @@ def block_tokens(bonus_tokens: torch.Tensor, mask_token_id: int, width: int) -> 
     return tokens.flatten()
 
 
-def propose(draft: ModelRunner, round: Round) -> torch.Tensor:
+def propose(draft: BlockModel, round: Round) -> torch.Tensor:
     """Draft tokens of a round: [bs, width - 1] int64.
 
     Writes K/V of the block to the round's slots of the draft pool. They are scratch: the next round
     overwrites all it does not commit before anything reads them.
     """
-    tokens = block_tokens(round.bonus_tokens, draft.model.mask_token_id, round.width)
-    forward_batch = round.forward_batch(draft, tokens, CaptureHiddenMode.NULL)
+    tokens = block_tokens(round.bonus_tokens, draft.runner.model.mask_token_id, round.width)
     # The draft model's head is inside its forward pass, so what it returns are tokens.
-    return draft.forward(forward_batch).logits_output
+    return draft.run(round, tokens, CaptureHiddenMode.NULL)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.managers.schedule_batch import ModelWorkerBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.spec_input import DFlashVerifyInput
+from sglang_dflash.state import RequestState
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,19 @@ class Round:
     Row 0 holds the bonus token at position `start`, the committed length; row i is at start + i.
 
     Attributes:
-        batch: SGLang's view of the requests; its `seq_lens` ([bs] int64) are the starts.
+        rows: [bs] int64, the requests' rows in `req_to_token`.
         width: rows of a block; a property of the round, at most the checkpoint's block size.
+        start: [bs] int64.
+        start_bounds: [bs] int64 on the host, no less than `start`; exact if the host waits for results.
         bonus_tokens: [bs] int64.
         positions: [bs * width] int64, clamped to the context: a row beyond it is never committed.
         slots: [bs * width] int64, KV slot of each row, the same for target and draft model.
     """
 
-    batch: ModelWorkerBatch
+    rows: torch.Tensor
     width: int
+    start: torch.Tensor
+    start_bounds: torch.Tensor
     bonus_tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -36,28 +40,49 @@ class Round:
     @classmethod
     def open(
         cls,
-        batch: ModelWorkerBatch,
-        bonus_tokens: torch.Tensor,
+        state: RequestState,
+        rows: torch.Tensor,
+        start_bounds: torch.Tensor,
         width: int,
         req_to_token: torch.Tensor,
         context_len: int,
     ) -> Round:
-        """A round over slots that `reserve` has written to `req_to_token`."""
-        rows = torch.arange(width, device=batch.seq_lens.device)
-        columns = batch.seq_lens[:, None] + rows  # [bs, width]
-        slots = req_to_token[batch.req_pool_indices[:, None], columns]
-        positions = columns.clamp(max=context_len - 1)
-        return cls(batch, width, bonus_tokens, positions.flatten(), slots.flatten().to(torch.int64))
+        """A round over slots that `reserve` has written to `req_to_token`.
+
+        Padding requests get slot 0, which SGLang keeps for such writes.
+        """
+        start = state.lengths[rows]
+        columns = start[:, None] + torch.arange(width, device=rows.device)  # [bs, width]
+        padding = (rows == state.padding_row)[:, None]
+        slots = req_to_token[torch.where(padding, 0, rows[:, None]), columns].to(torch.int64)
+        return cls(
+            rows=rows,
+            width=width,
+            start=start,
+            start_bounds=start_bounds,
+            bonus_tokens=state.bonus_tokens[rows],
+            positions=columns.clamp(max=context_len - 1).flatten(),
+            slots=torch.where(padding, 0, slots).flatten(),
+        )
 
     def forward_batch(self, runner: ModelRunner, tokens: torch.Tensor, capture: CaptureHiddenMode) -> ForwardBatch:
         """The batch with which `runner` runs `tokens` ([bs * width] int64) as the block."""
-        spec_info = DFlashVerifyInput(self.width, self.positions, capture)
-        batch = replace(
-            self.batch,
+        return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(self.rows),
             input_ids=tokens,
+            req_pool_indices=self.rows,
+            seq_lens=self.start,
+            seq_lens_cpu=self.start_bounds,
+            seq_lens_sum=int(self.start_bounds.sum()),
+            orig_seq_lens=self.start,
             out_cache_loc=self.slots,
-            spec_info=spec_info,
+            positions=self.positions,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            attn_backend=runner.attn_backend,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=DFlashVerifyInput(self.width, self.positions, capture),
             capture_hidden_mode=capture,
+            num_token_non_padded_cpu=len(tokens),
         )
-        return ForwardBatch.init_new(batch, runner)

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.block_model import BlockModel
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.round import Round
@@ -21,12 +22,10 @@ class Verified:
     Attributes:
         logits: [bs * width, vocab]; row i of a request is the distribution after its row i.
         hidden_states: [bs * width, taps * hidden], outputs of the tapped layers side by side.
-        ran_graph: whether a CUDA graph was replayed.
     """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor
-    ran_graph: bool
 
 
 def capture_target_hidden_states(runner: ModelRunner) -> None:
@@ -47,7 +46,7 @@ def capture_target_hidden_states(runner: ModelRunner) -> None:
     runner.model.set_eagle3_layers_to_capture(list(config.target_layer_ids))
 
 
-def verify(target: ModelRunner, round: Round, draft_tokens: torch.Tensor) -> Verified:
+def verify(target: BlockModel, round: Round, draft_tokens: torch.Tensor) -> Verified:
     """Runs the target over the blocks, causally.
 
     Args:
@@ -56,6 +55,5 @@ def verify(target: ModelRunner, round: Round, draft_tokens: torch.Tensor) -> Ver
     Writes the target's K/V of every row to the round's slots.
     """
     tokens = torch.cat([round.bonus_tokens[:, None], draft_tokens], dim=1).flatten()
-    result = target.forward(round.forward_batch(target, tokens, CaptureHiddenMode.FULL))
-    output = result.logits_output
-    return Verified(output.next_token_logits, output.hidden_states, result.can_run_graph)
+    output = target.run(round, tokens, CaptureHiddenMode.FULL)
+    return Verified(output.next_token_logits, output.hidden_states)

@@ -1,0 +1,113 @@
+"""Draft model and target together: prefill, and a round as its four stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+from sglang_dflash.accept import Accepted, accept, greedy_tokens
+from sglang_dflash.block_model import BlockModel
+from sglang_dflash.checkpoint import ARCHITECTURE
+from sglang_dflash.commit import commit_context
+from sglang_dflash.context_kv import write_context
+from sglang_dflash.draft_model import DFlashDraftModel
+from sglang_dflash.propose import propose
+from sglang_dflash.round import Round
+from sglang_dflash.state import RequestState
+from sglang_dflash.verify import verify
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+    from sglang.srt.server_args import ServerArgs
+
+
+class DraftTargetPair:
+    """Both models over one set of KV slots; what the workers share."""
+
+    def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict):
+        self.target_worker = target_worker
+        self.draft = BlockModel(load_draft_model(server_args, target_worker, ranks))
+        self.target = BlockModel(target_worker.model_runner)
+        pool = target_worker.model_runner.req_to_token_pool
+        self.req_to_token = pool.req_to_token
+        self.context_len = target_worker.model_config.context_len
+        self.state = RequestState(pool.size, self.req_to_token.device)
+
+    def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
+        """Runs prompts (or a chunk of one) and turns their hidden states into draft context.
+
+        Tokens that the radix cache gave are not run: their draft KV lies under the same slots as
+        their target KV, from the request that computed them.
+        """
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        result = self.target_worker.forward_batch_generation(batch)
+        hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        write_context(self.draft.runner, hidden_states, extend_positions(batch), batch.out_cache_loc)
+        self.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
+        return result
+
+    def round(self, rows: torch.Tensor, start_bounds: torch.Tensor, width: int) -> Accepted:
+        """One round over the requests at `rows` ([bs] int64); see `Round` for the arguments."""
+        round = Round.open(self.state, rows, start_bounds, width, self.req_to_token, self.context_len)
+        draft_tokens = propose(self.draft, round)
+        verified = verify(self.target, round, draft_tokens)
+        accepted = accept(greedy_tokens(verified.logits, width), draft_tokens)
+        commit_context(self.draft.runner, round, verified)
+        self.state.advance(rows, accepted)
+        return accepted
+
+
+def load_draft_model(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict) -> ModelRunner:
+    """Loads the drafter beside the target, over the target's slots (same allocator, same table)."""
+    target = target_worker.model_runner
+    args = draft_server_args(server_args, target)
+    ModelRegistry.models[ARCHITECTURE] = DFlashDraftModel
+    req_to_token_pool, allocator = target_worker.get_memory_pool()
+    try:
+        draft = TpModelWorker(
+            server_args=args,
+            is_draft_worker=True,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=allocator,
+            memory_pool_config=target.memory_pool_config,
+            **ranks,
+        ).model_runner
+    finally:
+        # A model runner makes its own arguments the process's; the scheduler needs the user's.
+        set_global_server_args_for_scheduler(server_args)
+    draft.model.finish_loading(target.model)
+    return draft
+
+
+def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArgs:
+    """The user's arguments as the drafter's model runner must see them."""
+    args = copy.copy(server_args)
+    context_len = target.model_config.context_len
+    # The context is the target's, however long the drafter's own config says it may be.
+    args.context_length = None
+    args.json_model_override_args = f'{{"dflash_context_len": {context_len}, "architectures": ["{ARCHITECTURE}"]}}'
+    args.dtype = str(target.model_config.dtype).removeprefix("torch.")
+    args.kv_cache_dtype = "auto"
+    args.speculative_draft_model_quantization = None
+    args.trust_remote_code = False
+    args.skip_tokenizer_init = True
+    args.attention_backend = server_args.speculative_draft_attention_backend or server_args.attention_backend
+    args.prefill_attention_backend = args.decode_attention_backend = None
+    args.speculative_draft_attention_backend = None
+    return args
+
+
+def extend_positions(batch: ModelWorkerBatch) -> torch.Tensor:
+    """Position of every token that a prefill batch runs: [sum of extend_seq_lens] int64."""
+    spans = zip(batch.extend_prefix_lens, batch.extend_seq_lens)
+    positions = torch.cat([torch.arange(prefix, prefix + length) for prefix, length in spans])
+    return positions.to(batch.input_ids.device, non_blocking=True)
