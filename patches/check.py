@@ -110,6 +110,6 @@ def rebase(places: Places, version: str) -> tuple[str, bool]:
                 lines.append(f"applies         {patch.name}{where}")
             except QueueError as error:
                 # The next patches are tried without it, so that one report shows all the work.
-                lines.append(f"does not apply  {error}")
+                lines.append(f"does not apply  {str(error).replace(' does not apply', '', 1)}")
                 good = False
     return "\n".join(lines), good

@@ -39,8 +39,10 @@ def try_patch(repo: Repo, patch: Patch, parent: str, index: Path) -> tuple[str, 
     done = repo.run(*options, stdin=patch.diff.encode(errors="surrogateescape"), index=index)
     report = [line.strip() for line in done.stderr.decode(errors="replace").splitlines()]
     if done.returncode:
-        reason = next((line for line in report if line.startswith("error: ")), "error: no reason")
-        raise QueueError(f"{patch.name} does not apply: {reason.removeprefix('error: ')}")
+        errors = [line.removeprefix("error: ") for line in report if line.startswith("error: ")]
+        # "while searching for:" only introduces lines that git prints after it.
+        reason = next((line for line in errors if not line.endswith(":")), "git gives no reason")
+        raise QueueError(f"{patch.name} does not apply: {reason}")
     tree = repo.git("write-tree", index=index).strip()
     message = patch.message.encode(errors="surrogateescape") + b"\n"
     commit = repo.git("commit-tree", tree, "-p", parent, "-F", "-", stdin=message).strip()

@@ -42,7 +42,7 @@ def test_rebase_reports_each_patch_and_changes_nothing(queue, tool_python, offli
     status, output, _ = run(queue, tool_python, "rebase", "2.0", **offline)
     first, second = output.splitlines()
     assert status == 1
-    assert first.startswith("does not apply  0001-first-change.patch")
+    assert first == ("does not apply  0001-first-change.patch: patch failed: sglang/a.py:3")
     assert second == "applies         0002-second-change.patch"
     assert queue.files() == before
 
