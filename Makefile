@@ -33,9 +33,11 @@ BIN     = $(VENV)/bin
 LAUNCH  = exec env $(ENV_$(ACCEL)) $(BIN)/python -m sglang.launch_server --model-path $(MODEL) \
 	--port $(PORT) $(SERVER_$(ACCEL))
 DFLASH  = --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT)
-ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \
-	-d '{"model": "default", "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
-QUESTION = Tom has 3 boxes with 12 pens each. He gives away 7 pens. How many pens are left?
+# One of the held-out problems of checkpoints/tiny/data/test.jsonl; the answer is 311.
+QUESTION = Alma has 54 marbles. Carla had 5 times as many but lost 13 of them. \
+	How many marbles do Alma and Carla have together?
+ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' -d \
+	'{"model": "default", "temperature": 0, "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev serve serve-plain test lint fetch apply unapply refresh check-patches \
