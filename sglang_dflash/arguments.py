@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.checkpoint import DraftConfig, check_target, check_weights, load_config
-from sglang_dflash.errors import DFlashError
+from sglang_dflash.errors import DFlashError, end_with_the_sentence
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -46,6 +46,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     Raises:
         DFlashError: one sentence with the flag, its value and what to do.
     """
+    end_with_the_sentence()
     _refuse_unsupported(args)
     if not args.speculative_draft_model_path:
         raise DFlashError(

@@ -127,13 +127,39 @@ def parse_config(path: str, raw: dict[str, Any]) -> DraftConfig:
             f"num_attention_heads {heads} of {path} is not a multiple of num_key_value_heads "
             f"{config.num_key_value_heads}: the checkpoint is damaged; download it again."
         )
+    if config.head_dim % 2:
+        raise DFlashError(
+            f"head_dim {config.head_dim} of {path} is odd, and rotary embedding pairs its dimensions: "
+            "the checkpoint is damaged; download it again."
+        )
+    fields.integer("max_position_embeddings", minimum=1, default=None)
     _refuse_unsupported(path, raw)
     return config
 
 
 def _refuse_unsupported(path: str, raw: dict[str, Any]) -> None:
-    """Variants that would load and then draft nonsense."""
-    sliding = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
+    """Variants that would fail to load, or load and then draft nonsense."""
+    for field, supported in (("model_type", "qwen3"), ("hidden_act", "silu")):
+        if raw.get(field, supported if field == "hidden_act" else None) != supported:
+            raise DFlashError(
+                f"{field} of {path} is {raw.get(field)!r}, and only {supported!r} is supported: use a drafter in the "
+                "format of z-lab's published checkpoints."
+            )
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if type(eps) not in (int, float) or not 0 < eps < 1:
+        raise DFlashError(
+            f"rms_norm_eps of {path} is {eps!r}, not a number between 0 and 1: the checkpoint is damaged; "
+            "download it again."
+        )
+    layer_types = raw.get("layer_types")
+    if layer_types is not None and (
+        not isinstance(layer_types, list) or len(layer_types) != raw["num_hidden_layers"]
+    ):
+        raise DFlashError(
+            f"layer_types of {path} is not a list of one type for each of its {raw['num_hidden_layers']} layers: "
+            "the checkpoint is damaged; download it again."
+        )
+    sliding = [kind for kind in layer_types or [] if kind != "full_attention"]
     if sliding:
         raise DFlashError(
             f"layer_types of {path} has {sliding[0]!r}, and only 'full_attention' is supported: "
@@ -168,9 +194,15 @@ def check_target(config: DraftConfig, target: Any, vocab_size: int) -> None:
             f"dflash_config.target_layer_ids of {config.path} has {config.target_layer_ids[-1]}, but a target of "
             f"{depth} layers can be tapped after layers 0 to {depth - 2}: give the drafter of this target."
         )
+    if config.hidden_size != target.hidden_size:
+        # It runs on the target's embedding and ends in the target's LM head.
+        raise DFlashError(
+            f"hidden_size {config.hidden_size} of {config.path} does not fit the target's hidden_size "
+            f"{target.hidden_size}: give the drafter that was trained for this target."
+        )
     if config.target_hidden_size != target.hidden_size:
         raise DFlashError(
-            f"hidden_size {config.target_hidden_size} of {config.path} does not fit the target's hidden_size "
+            f"target_hidden_size {config.target_hidden_size} of {config.path} does not fit the target's hidden_size "
             f"{target.hidden_size}: give the drafter that was trained for this target."
         )
     if config.vocab_size != vocab_size:
@@ -229,10 +261,16 @@ def check_weights(config: DraftConfig) -> None:
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    found[canonical_name(name)] = tuple(tensors.get_slice(name).get_shape())
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
         except Exception as error:
             raise DFlashError(f"{file} cannot be read ({error}): download the checkpoint again.") from error
+        for name, shape in shapes.items():
+            if canonical_name(name) in found:
+                raise DFlashError(
+                    f"{config.path} has {canonical_name(name)} twice, the second time in {file.name}: remove the files "
+                    "that do not belong to it, or download it again."
+                )
+            found[canonical_name(name)] = shape
     compare_weights(config, found)
 
 

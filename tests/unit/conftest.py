@@ -1,0 +1,5 @@
+"""Unit tests run on the CPU, whatever the machine has."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
