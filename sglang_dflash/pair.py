@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +21,20 @@ from sglang_dflash.checkpoint import ARCHITECTURE
 from sglang_dflash.commit import commit_context
 from sglang_dflash.context_kv import write_context
 from sglang_dflash.draft_model import DFlashDraftModel
+from sglang_dflash.graph_metadata import metadata_class
 from sglang_dflash.propose import propose
 from sglang_dflash.round import Round
 from sglang_dflash.state import RequestState
 from sglang_dflash.verify import verify
+from sglang_dflash.width import widths
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_dflash.graphs import RoundGraphs
+
+logger = logging.getLogger(__name__)
 
 
 class DraftTargetPair:
@@ -41,6 +48,7 @@ class DraftTargetPair:
         self.req_to_token = pool.req_to_token
         self.context_len = target_worker.model_config.context_len
         self.state = RequestState(pool.size, self.req_to_token.device)
+        self.graphs = self._capture_graphs(server_args)
 
     def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Runs prompts (or a chunk of one) and turns their hidden states into draft context.
@@ -57,13 +65,33 @@ class DraftTargetPair:
 
     def round(self, rows: torch.Tensor, start_bounds: torch.Tensor, width: int) -> Accepted:
         """One round over the requests at `rows` ([bs] int64); see `Round` for the arguments."""
+        if self.graphs is not None and self.graphs.can_run(len(rows), width):
+            return self.graphs.replay(rows, width)
         round = Round.open(self.state, rows, start_bounds, width, self.req_to_token, self.context_len)
-        draft_tokens = propose(self.draft, round)
-        verified = verify(self.target, round, draft_tokens)
-        accepted = accept(greedy_tokens(verified.logits, width), draft_tokens)
-        commit_context(self.draft.runner, round, verified)
-        self.state.advance(rows, accepted)
+        return self.stages(round, self.draft, self.target)
+
+    def stages(self, round: Round, draft: BlockModel, target: BlockModel) -> Accepted:
+        """propose → verify → accept → commit, without a wait between them."""
+        draft_tokens = propose(draft, round)
+        verified = verify(target, round, draft_tokens)
+        accepted = accept(greedy_tokens(verified.logits, round.width), draft_tokens)
+        commit_context(draft.runner, round, verified)
+        self.state.advance(round.rows, accepted)
         return accepted
+
+    def _capture_graphs(self, server_args: ServerArgs) -> RoundGraphs | None:
+        if self.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
+            return None
+        from sglang_dflash.graphs import RoundGraphs
+
+        if metadata_class(self) is None:
+            logger.warning(
+                "DFLASH runs without CUDA graphs, because the attention metadata of the target and the drafter is not "
+                "both fa3's: set --attention-backend fa3 and leave out --speculative-draft-attention-backend."
+            )
+            return None
+        sizes = [size for size in server_args.cuda_graph_bs if size <= self.state.padding_row]
+        return RoundGraphs(self, sizes or [self.state.padding_row], widths(server_args))
 
 
 def load_draft_model(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict) -> ModelRunner:

@@ -14,6 +14,7 @@ from sglang_dflash.commit import commit_tokens
 from sglang_dflash.pair import DraftTargetPair
 from sglang_dflash.reserve import reserve
 from sglang_dflash.spec_input import DFlashDraftInput
+from sglang_dflash.width import width_policy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -46,6 +47,7 @@ class DFlashWorkerBase:
             pp_rank=0,
         )
         self.width = server_args.speculative_num_draft_tokens
+        self.next_width = width_policy(server_args)
         self.target_worker = target_worker
         self.pair = DraftTargetPair(server_args, target_worker, ranks)
 
@@ -74,7 +76,7 @@ class DFlashWorker(DFlashWorkerBase):
 
         reserve(batch, self.width)
         starts = torch.tensor([req.kv_committed_len for req in batch.reqs])
-        accepted = self.pair.round(batch.req_pool_indices, starts, self.width)
+        accepted = self.pair.round(batch.req_pool_indices, starts, self.next_width())
         lengths, tokens = accepted.lengths.tolist(), accepted.tokens.tolist()
         taken = [commit_tokens(req, row[:n]) for req, row, n in zip(batch.reqs, tokens, lengths)]
         self._advance(batch, accepted.lengths)

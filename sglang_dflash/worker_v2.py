@@ -44,7 +44,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
         # The round before this one may still be running: it commits at most a block more.
         bounds = torch.tensor([req.kv_committed_len + self.width for req in batch.reqs])
-        accepted = self.pair.round(batch.req_pool_indices, bounds, self.width)
+        accepted = self.pair.round(batch.req_pool_indices, bounds, self.next_width())
         return GenerationBatchResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
             next_token_ids=accepted.tokens.flatten(),
