@@ -1,0 +1,138 @@
+"""Server arguments: what DFLASH fills in and what it refuses, through the release's ServerArgs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.errors import DFlashError
+
+PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny"
+
+
+def arguments(**changes: Any) -> ServerArgs:
+    given: dict[str, Any] = {
+        "model_path": str(PAIR / "target"),
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(PAIR / "drafter"),
+    }
+    return ServerArgs(**(given | changes))
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(DFlashError) as caught:
+        arguments(**changes)
+    text = str(caught.value)
+    assert text.endswith(".") and "\n" not in text and re.search(r": \w", text), text
+    return text
+
+
+def test_defaults() -> None:
+    args = arguments()
+    assert args.speculative_num_draft_tokens == 16
+    assert args.speculative_num_steps == 15
+    assert args.speculative_eagle_topk == 1
+    assert args.disable_overlap_schedule
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative_dflash_block_size": 8},
+        {"speculative_num_draft_tokens": 8},
+        {"speculative_num_draft_tokens": 8, "speculative_dflash_block_size": 8},
+        {"speculative_dflash_block_size": 8, "speculative_num_steps": 7},
+    ],
+)
+def test_smaller_block(changes: dict[str, int]) -> None:
+    args = arguments(**changes)
+    assert (args.speculative_num_draft_tokens, args.speculative_num_steps) == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"speculative_dflash_block_size": 17},
+            "--speculative-dflash-block-size 17 is not between 2 and 16",
+        ),
+        (
+            {"speculative_num_draft_tokens": 1},
+            "--speculative-num-draft-tokens 1 is not between 2 and 16",
+        ),
+        ({"speculative_dflash_block_size": 0}, "--speculative-dflash-block-size 0 is not between"),
+        (
+            {"speculative_dflash_block_size": -3},
+            "--speculative-dflash-block-size -3 is not between",
+        ),
+        (
+            {"speculative_dflash_block_size": 8, "speculative_num_draft_tokens": 4},
+            "--speculative-dflash-block-size 8 and --speculative-num-draft-tokens 4",
+        ),
+        ({"speculative_num_steps": 3}, "--speculative-num-steps 3 does not apply"),
+        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4 is not supported"),
+    ],
+)
+def test_block_size(changes: dict[str, int], named: str) -> None:
+    assert named in refusal(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speculative_draft_model_path": None}, "needs --speculative-draft-model-path"),
+        ({"speculative_draft_model_path": "/nowhere"}, "--speculative-draft-model-path /nowhere"),
+        ({"speculative_draft_model_path": str(PAIR / "target")}, "is not a DFlash checkpoint"),
+        ({"speculative_draft_model_path": str(PAIR)}, "has no config.json"),
+    ],
+)
+def test_draft_path(changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"lora_paths": ["a=b"]}, "--lora-paths"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_double_sparsity": True}, "--enable-double-sparsity"),
+        ({"speculative_token_map": "x"}, "--speculative-token-map x"),
+        ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 0.5"),
+        (
+            {"speculative_draft_model_quantization": "fp8"},
+            "--speculative-draft-model-quantization fp8",
+        ),
+        ({"tp_size": 3}, "--tp-size 3 does not divide"),
+        ({"attention_backend": "triton"}, "--attention-backend triton cannot run the drafter"),
+        (
+            {"speculative_draft_attention_backend": "flashinfer"},
+            "--speculative-draft-attention-backend flashinfer cannot run the drafter",
+        ),
+        ({"is_embedding": True}, "--is-embedding"),
+    ],
+)
+def test_unsupported(changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(**changes)
+
+
+def test_help_names_the_flags() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    text = " ".join(parser.format_help().split())
+    assert "DFLASH" in text
+    assert "--speculative-dflash-block-size" in text
+    assert "tokens in a block" in text

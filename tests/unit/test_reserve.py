@@ -1,0 +1,178 @@
+"""Reservations against the release's own pools and allocators, on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.server_args import set_global_server_args_for_scheduler
+from sglang.srt.utils import ceil_align
+
+from sglang_dflash.reserve import reserve, slot_limit, slots_required
+
+WIDTH, CONTEXT, SIZE = 8, 96, 960
+
+
+def world(page_size: int) -> SimpleNamespace:
+    """A batch over empty pools, with the release's allocator for that page size."""
+    table = ReqToTokenPool(8, CONTEXT, "cpu", enable_memory_saver=False)
+    if page_size == 1:
+        allocator = TokenToKVPoolAllocator(SIZE, torch.float32, "cpu", None, need_sort=False)
+    else:
+        allocator = PagedTokenToKVPoolAllocator(
+            SIZE, page_size, torch.float32, "cpu", None, need_sort=False
+        )
+    params = CacheInitParams(
+        disable=True,
+        req_to_token_pool=table,
+        token_to_kv_pool_allocator=allocator,
+        page_size=page_size,
+    )
+    set_global_server_args_for_scheduler(SimpleNamespace(speculative_num_draft_tokens=WIDTH))
+    return SimpleNamespace(reqs=[], req_to_token_pool=table, tree_cache=ChunkCache(params))
+
+
+def admit(batch: SimpleNamespace, prompt: int, limit: int) -> SimpleNamespace:
+    """A request right after its prefill: slots for the prompt, none in the rest of the last page."""
+    allocator, page = batch.tree_cache.token_to_kv_pool_allocator, batch.tree_cache.page_size
+    req = SimpleNamespace(
+        origin_input_ids=[0] * prompt,
+        sampling_params=SimpleNamespace(max_new_tokens=limit),
+        req_pool_idx=len(batch.reqs),
+        kv_committed_len=prompt,
+        kv_allocated_len=prompt,
+    )
+    slots = allocator.alloc(ceil_align(prompt, page))[:prompt]
+    row = batch.req_to_token_pool.req_to_token[req.req_pool_idx]
+    row[:] = 7777  # a slot that is nobody's: what an earlier owner of the row left
+    row[:prompt] = slots
+    batch.reqs.append(req)
+    return req
+
+
+def owned(batch: SimpleNamespace, req: SimpleNamespace) -> list[int]:
+    """Slots of a request, as whoever frees it reads them."""
+    row = batch.req_to_token_pool.req_to_token[req.req_pool_idx]
+    return row[: min(req.kv_allocated_len, CONTEXT)].tolist()
+
+
+def block(batch: SimpleNamespace, req: SimpleNamespace) -> list[int]:
+    begin = req.kv_committed_len
+    row = batch.req_to_token_pool.req_to_token[req.req_pool_idx]
+    return row[begin : begin + WIDTH].tolist()
+
+
+def check(batch: SimpleNamespace) -> None:
+    """No slot has two owners, and no block reaches a slot that is not its request's."""
+    page = batch.tree_cache.page_size
+    all_slots = [slot for req in batch.reqs for slot in owned(batch, req)]
+    assert len(set(all_slots)) == len(all_slots)
+    assert min(all_slots) > 0 and 7777 not in all_slots
+    held = sum(ceil_align(req.kv_allocated_len, page) for req in batch.reqs)
+    assert batch.tree_cache.token_to_kv_pool_allocator.available_size() == SIZE - held
+    for req in batch.reqs:
+        mine = owned(batch, req)
+        assert all(slot in mine or slot == 0 for slot in block(batch, req))
+        # Rows that may be committed have a slot each.
+        needed = min(WIDTH, slot_limit(req) - req.kv_committed_len)
+        assert 0 not in block(batch, req)[:needed]
+        if page > 1:
+            for i, slot in enumerate(mine):
+                assert slot % page == i % page and slot // page == mine[i - i % page] // page
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_block_beside_the_prompt(page_size: int) -> None:
+    batch = world(page_size)
+    req = admit(batch, prompt=13, limit=60)
+    before = batch.tree_cache.token_to_kv_pool_allocator.available_size()
+    required = slots_required([req], page_size, overlapped=False)
+    reserve(batch, WIDTH)
+    after = batch.tree_cache.token_to_kv_pool_allocator.available_size()
+    assert before - after == required == (8 if page_size == 1 else 16)
+    check(batch)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_beyond_the_limit_use_slot_0(page_size: int) -> None:
+    batch = world(page_size)
+    req = admit(batch, prompt=12, limit=4)
+    reserve(batch, WIDTH)
+    check(batch)
+    if page_size == 1:
+        assert req.kv_allocated_len == 15  # the fourth token is never run
+        assert block(batch, req)[3:] == [0] * 5
+    else:
+        assert req.kv_allocated_len == 16  # to the end of the page
+        assert block(batch, req)[4:] == [0] * 4
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_last_block_of_the_context(page_size: int) -> None:
+    """The block reaches beyond the table; nothing is written there."""
+    batch = world(page_size)
+    admit(batch, prompt=CONTEXT - 3, limit=3)
+    reserve(batch, WIDTH)
+    check(batch)
+
+
+def test_what_was_reserved_stays_reserved() -> None:
+    batch = world(1)
+    req = admit(batch, prompt=10, limit=60)
+    reserve(batch, WIDTH)
+    first = owned(batch, req)
+    req.kv_committed_len += 3
+    assert slots_required([req], 1, overlapped=False) == 3
+    reserve(batch, WIDTH)
+    assert owned(batch, req)[: len(first)] == first
+    assert req.kv_allocated_len == 10 + 3 + WIDTH
+    check(batch)
+
+
+def test_overlap_needs_two_blocks() -> None:
+    batch = world(1)
+    req = admit(batch, prompt=10, limit=60)
+    assert slots_required([req], 1, overlapped=True) == 2 * WIDTH
+
+
+def test_exhausted_pool() -> None:
+    batch = world(1)
+    admit(batch, prompt=90, limit=5)
+    batch.tree_cache.token_to_kv_pool_allocator.alloc(SIZE - 92)
+    with pytest.raises(RuntimeError, match="Out of memory"):
+        batch.tree_cache.pretty_print = lambda: None
+        reserve(batch, WIDTH)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(2, 36)), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_rounds_until_everyone_is_done(page_size: int, shapes: list, data: st.DataObject) -> None:
+    """Any mix of requests and of accepted lengths: slots stay apart, and none is lost."""
+    batch = world(page_size)
+    for prompt, limit in shapes:
+        admit(batch, prompt, limit)
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    while batch.reqs:
+        expected = slots_required(batch.reqs, page_size, overlapped=False)
+        before = allocator.available_size()
+        reserve(batch, WIDTH)
+        assert before - allocator.available_size() == expected
+        check(batch)
+        for req in list(batch.reqs):
+            left = slot_limit(req) + 1 - req.kv_committed_len
+            req.kv_committed_len += min(data.draw(st.integers(1, WIDTH)), left)
+            if req.kv_committed_len >= slot_limit(req):
+                allocator.free(torch.tensor(owned(batch, req)))
+                batch.reqs.remove(req)
+    assert allocator.available_size() == SIZE
