@@ -19,7 +19,7 @@ def by_the_words(target: list[int], draft: list[int]) -> list[int]:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
-    """Target choices [bs, width] and drafts [bs, width - 1] over few tokens, so that they often agree."""
+    """Target choices [bs, width] and drafts [bs, width - 1], of few tokens: they often agree."""
     size, width = draw(st.integers(1, 5)), draw(st.integers(2, 17))
     token = st.integers(0, draw(st.integers(0, 3)))
     target = [draw(st.lists(token, min_size=width, max_size=width)) for _ in range(size)]

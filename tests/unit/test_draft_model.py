@@ -95,7 +95,7 @@ def config() -> SimpleNamespace:
 
 
 class TargetStub(nn.Module):
-    """A target as the vocabulary sees it: SGLang's embedding and head with the reference's weights."""
+    """SGLang's embedding and head with the reference's weights: all that a drafter borrows."""
 
     def __init__(self, target: Target):
         super().__init__()

@@ -40,7 +40,7 @@ def world(page_size: int) -> SimpleNamespace:
 
 
 def admit(batch: SimpleNamespace, prompt: int, limit: int) -> SimpleNamespace:
-    """A request right after its prefill: slots for the prompt, none in the rest of the last page."""
+    """A request right after its prefill: the rest of its last page is not in the table."""
     allocator, page = batch.tree_cache.token_to_kv_pool_allocator, batch.tree_cache.page_size
     req = SimpleNamespace(
         origin_input_ids=[0] * prompt,
