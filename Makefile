@@ -63,7 +63,8 @@ dev: ## like setup, but run build/sglang as it is, with edits that are not in pa
 
 serve: setup ## serve MODEL with DFlash speculation by DRAFT on PORT
 	$(info When it is up, ask it:  $(ASK))
-	$(info Expect an accept length of $(ACCEPT_LENGTH); localhost:$(PORT)/server_info shows it.)
+	$(info Expect an accept length of $(ACCEPT_LENGTH). After a few requests localhost:$(PORT)/server_info \
+	has it as avg_spec_accept_length.)
 	@$(LAUNCH) $(DFLASH) $(ARGS)
 
 serve-plain: setup ## the same without speculation
