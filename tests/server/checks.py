@@ -1,0 +1,54 @@
+"""What the tests compare: answers with and without speculation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.server.harness import Server
+
+WIDTH = 16  # block size of the bundled drafter
+
+
+def assert_same(answer: dict, expected: dict) -> None:
+    """Same tokens, text, end and counts as plain decoding."""
+    assert answer["output_ids"] == expected["output_ids"]
+    assert answer["text"] == expected["text"]
+    for field in ("finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens"):
+        assert answer["meta_info"][field] == expected["meta_info"][field], field
+
+
+def assert_speculated(answer: dict, at_least: float = 1.0) -> None:
+    """The answer came from rounds that committed more than `at_least` tokens on average."""
+    meta = answer["meta_info"]
+    assert meta["spec_verify_ct"] > 0
+    assert accept_length([answer]) > at_least, meta
+
+
+def accept_length(answers: list[dict]) -> float:
+    """Mean tokens of a round; an answer's first token comes from the prefill, not from a round."""
+    committed = sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers)
+    return committed / sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+
+
+def check(server: Server, plain: Server, prompt: Any, **sampling: Any) -> dict:
+    """Asks both servers for more than one token, compares, and gives the speculated answer."""
+    answer = server.generate(prompt, **sampling)
+    assert_same(answer, plain.reference(prompt, **sampling))
+    assert_speculated(answer)
+    return answer
+
+
+def rounds(server: Server, prompt: Any, tokens: int) -> int:
+    """Rounds after which the first `tokens` tokens of an answer are there."""
+    meta = server.generate(prompt, max_new_tokens=tokens)["meta_info"]
+    assert meta["completion_tokens"] == tokens
+    return meta.get("spec_verify_ct", 0)
+
+
+def inside_a_span(server: Server, prompt: Any, ids: list[int], first: int = 2) -> int:
+    """Index of a token that occurs once in `ids`; the round that commits it commits two more."""
+    for index in range(first, len(ids) - 3):
+        unique = ids.count(ids[index]) == 1
+        if unique and rounds(server, prompt, index + 1) == rounds(server, prompt, index + 3):
+            return index
+    raise AssertionError("no round committed three tokens of which the first is unique")

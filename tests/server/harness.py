@@ -1,0 +1,217 @@
+"""A real server process, and a client that asks it.
+
+Everything that depends on the machine is in this file: `DFLASH_TEST_DEVICE` (cpu or cuda) and
+`DFLASH_TEST_WORKERS` (names in WORKERS, separated by commas) choose what the tests run on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "checkpoints" / "tiny"
+TARGET, DRAFTER = PAIR / "target", PAIR / "drafter"
+
+DEVICE = os.environ.get("DFLASH_TEST_DEVICE", "cpu")
+_MACHINE = {
+    # float32 on one thread: every result is exact whatever the batch, so equality means equality.
+    "cpu": ("--device cpu --attention-backend torch_native --dtype float32".split(), 20000),
+    "cuda": ("--attention-backend fa3 --dtype bfloat16 --mem-fraction-static 0.3".split(), 20000),
+}
+_ENVIRONMENT = {
+    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+    "cuda": {"FLASHINFER_DISABLE_VERSION_CHECK": "1"},
+}
+WORKERS = {
+    "v1": {},
+    "v2": {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "1"},
+}
+CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1").split(",")
+
+DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFTER))
+START_SECONDS = 180  # a cold start on a busy machine; an idle one needs about 20
+REQUEST_SECONDS = 120
+
+
+def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:
+    """The command line of a server; later arguments win over the machine's."""
+    machine, tokens = _MACHINE[DEVICE]
+    launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target)]
+    # A scheduler that polls all the time would take a core from the server that is asked.
+    common = ["--port", str(port), "--max-total-tokens", str(tokens), "--sleep-on-idle"]
+    return [*launch, *machine, *common, "--max-running-requests", "16", *arguments]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    offline = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    return os.environ | _ENVIRONMENT[DEVICE] | offline | extra
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """A running server. Answers are the JSON of SGLang's native API."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+        self.process, self.log = process, log
+        self.url = f"http://127.0.0.1:{port}"
+        self._answers: dict[str, dict] = {}
+
+    def get(self, path: str) -> requests.Response:
+        return requests.get(self.url + path, timeout=REQUEST_SECONDS)
+
+    def post(self, path: str, body: dict | None = None, **keywords: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=REQUEST_SECONDS, **keywords)
+
+    def generate(self, prompt: str | list[int], **sampling: Any) -> Any:
+        """The greedy answer to one prompt; an `n` above 1 gives a list of answers."""
+        response = self.post("/generate", generate_body(prompt, **sampling))
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def reference(self, prompt: str | list[int], **sampling: Any) -> Any:
+        """`generate`, remembered: greedy answers do not change."""
+        key = json.dumps([prompt, sampling], sort_keys=True)
+        if key not in self._answers:
+            self._answers[key] = self.generate(prompt, **sampling)
+        return self._answers[key]
+
+    def generate_all(self, prompts: Sequence[Any], concurrency: int, **sampling: Any) -> list[dict]:
+        """Answers in the order of the prompts, at most `concurrency` asked at once."""
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
+
+    def stream(self, prompt: str | list[int], **sampling: Any) -> Iterator[dict]:
+        """Chunks of a streamed answer; `text` and `output_ids` are all that came so far."""
+        body = generate_body(prompt, **sampling) | {"stream": True}
+        with self.post("/generate", body, stream=True) as response:
+            assert response.status_code == 200, response.text
+            yield from events(response)
+
+    def info(self) -> dict:
+        """State of the scheduler."""
+        return self.get("/server_info").json()["internal_states"][0]
+
+    def metric(self, name: str) -> float:
+        """A gauge of `/metrics`."""
+        lines = self.get("/metrics").text.splitlines()
+        return next(
+            float(line.split()[-1]) for line in lines if line.startswith(f"sglang:{name}{{")
+        )
+
+    def load(self) -> dict:
+        """Requests and slots in use; what only the radix cache holds counts as free."""
+        return self.get("/get_load").json()[0]
+
+    def check_idle(self) -> None:
+        """Every KV slot is free or evictable, then all are free; the server lives."""
+        deadline = time.monotonic() + 20
+        while (load := self.load())["num_reqs"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert load["num_reqs"] == 0, load
+        assert load["num_tokens"] == 0, f"{load['num_tokens']} KV slots leaked"
+        flush = self.post("/flush_cache")
+        assert flush.status_code == 200, flush.text
+        assert self.load()["num_tokens"] == 0
+        assert self.process.poll() is None, tail(self.log)
+
+
+def generate_body(prompt: str | list[int], **sampling: Any) -> dict:
+    field = "text" if isinstance(prompt, str) else "input_ids"
+    return {field: prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 256} | sampling}
+
+
+def events(response: requests.Response) -> Iterator[dict]:
+    """JSON of server-sent events up to [DONE]."""
+    for line in response.iter_lines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def running(log: Path, *arguments: str, worker: str | None = None) -> Iterator[Server]:
+    """Starts a server, waits for its health, ends it with all its processes.
+
+    Args:
+        worker: name in WORKERS for a server with DFLASH, None for plain decoding.
+    """
+    port = free_port()
+    speculation = () if worker is None else DFLASH
+    env = environment(**WORKERS.get(worker, {}))
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command(*speculation, *arguments, port=port),
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    try:
+        server = Server(process, port, log)
+        wait_until_healthy(server)
+        yield server
+    finally:
+        end(process)
+
+
+def wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, f"the server ended:\n{tail(server.log)}"
+        try:
+            if server.get("/health").status_code == 200:
+                return
+        except requests.ConnectionError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError(f"no /health after {START_SECONDS} s:\n{tail(server.log)}")
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends the process group, and makes sure that nobody of it is left."""
+    for sent, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, sent)
+            except ProcessLookupError:
+                process.wait()
+                return
+            process.poll()  # a zombie would count as a member of the group
+            time.sleep(0.1)
+    raise TimeoutError(f"the server's process group {process.pid} does not end")
+
+
+def fails_to_start(*arguments: str, target: Path = TARGET) -> tuple[int, str]:
+    """Exit status and output of a server that is expected to refuse its arguments."""
+    process = subprocess.run(
+        command(*arguments, port=free_port(), target=target),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        cwd=ROOT,
+    )
+    return process.returncode, process.stdout + process.stderr

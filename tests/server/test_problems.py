@@ -1,0 +1,64 @@
+"""200 held-out problems: the same answers as plain decoding, in far fewer steps, and right."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.checks import accept_length, assert_same
+from tests.server.harness import Server
+
+PROBLEMS = 200
+MEASURED_ACCURACY, MARGIN = 0.997, 0.04  # the model card's figure
+
+
+def final_number(text: str) -> str:
+    """What follows #### in an answer of GSM8K's format."""
+    return text.rpartition("####")[2].strip()
+
+
+@pytest.fixture(scope="module")
+def expected(_plain: Server, prompts: list[str]) -> list[dict]:
+    return _plain.generate_all(prompts[:PROBLEMS], concurrency=8)
+
+
+def check_answers(answers: list[dict], expected: list[dict], problems: list[dict]) -> None:
+    for answer, reference in zip(answers, expected, strict=True):
+        assert_same(answer, reference)
+        check_counts(answer["meta_info"])
+    assert 6 <= accept_length(answers) <= 10
+    right = [
+        final_number(answer["text"]) == final_number(problem["answer"])
+        for answer, problem in zip(answers, problems, strict=False)
+    ]
+    assert sum(right) / len(right) >= MEASURED_ACCURACY - MARGIN
+
+
+def check_counts(meta: dict) -> None:
+    """The speculative fields of an answer follow from its tokens and rounds."""
+    completion, rounds = meta["completion_tokens"], meta["spec_verify_ct"]
+    accepted = completion - 1 - rounds  # the prefill and every round add one that was not drafted
+    histogram = meta["spec_accept_histogram"]
+    assert sum(histogram) == rounds
+    assert sum(count * drafted for drafted, count in enumerate(histogram)) == accepted
+    assert len(histogram) <= 16
+    assert meta["spec_accept_token_num"] == accepted
+    assert meta["spec_draft_token_num"] == 15 * rounds
+    assert meta["spec_accept_rate"] == pytest.approx(accepted / (15 * rounds))
+    assert meta["spec_accept_length"] == pytest.approx(completion / rounds)
+
+
+def test_one_at_a_time(
+    dflash: Server, prompts: list[str], problems: list[dict], expected: list[dict]
+) -> None:
+    answers = dflash.generate_all(prompts[:PROBLEMS], concurrency=1)
+    check_answers(answers, expected, problems)
+    # Both gauges move every 40 rounds, so they lack the last rounds of all.
+    assert dflash.info()["avg_spec_accept_length"] == pytest.approx(accept_length(answers), rel=0.1)
+    assert 4 <= dflash.metric("spec_accept_length") <= 12
+
+
+def test_eight_at_a_time(
+    either: Server, prompts: list[str], problems: list[dict], expected: list[dict]
+) -> None:
+    answers = either.generate_all(prompts[:PROBLEMS], concurrency=8)
+    check_answers(answers, expected, problems)
