@@ -1,0 +1,1 @@
+"""Measurements of speed; `python benchmark/rounds.py --help` is the entry."""

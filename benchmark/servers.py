@@ -1,0 +1,188 @@
+"""SGLang servers as black boxes: which there are, how one is started, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import requests
+
+# Chunks of an answer: rare enough to cost nothing, frequent enough to see the steady state.
+STREAM_INTERVAL = 32
+
+_OVERLAPPED = {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "1"}
+OWN = {
+    "v1": {},
+    "v2": _OVERLAPPED,
+    "v2-plan": _OVERLAPPED | {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+    "plain": {},
+}
+_SWITCHES = sorted({name for environment in OWN.values() for name in environment})
+_DEVICES = {
+    "cuda": {
+        # flashinfer-cubin and the exact sgl-kernel are not needed for what runs here.
+        "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    },
+    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+}
+
+
+class ServerFailed(Exception):
+    """A server did not start, or stopped."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One SGLang installation in one mode.
+
+    Attributes:
+        python: its interpreter.
+        environment: variables beside those of this process.
+        pythonpath: replaces this process's PYTHONPATH; None keeps it.
+        arguments: server arguments that only this system gets.
+    """
+
+    name: str
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pythonpath: str | None = None
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def speculative(self) -> bool:
+        return self.name != "plain"
+
+    def full_environment(self, device: str) -> dict[str, str]:
+        """Environment of its processes; what chooses a worker comes from the system alone."""
+        dropped = {*_SWITCHES, "PYTHONPATH"}
+        inherited = {name: value for name, value in os.environ.items() if name not in dropped}
+        own = _DEVICES[device] | {"HF_HUB_OFFLINE": "1"} | dict(self.environment)
+        path = os.environ.get("PYTHONPATH", "") if self.pythonpath is None else self.pythonpath
+        if path:  # servers run in another folder
+            own["PYTHONPATH"] = ":".join(os.path.abspath(part) for part in path.split(":") if part)
+        return inherited | own
+
+
+def own_system(name: str) -> System:
+    """One of this project's systems, from the installation that runs this benchmark."""
+    return System(name, environment=OWN[name])
+
+
+def peer_system(given: str, environment: Mapping[str, str], arguments: Sequence[str]) -> System:
+    """Another installation, from NAME=INTERPRETER or NAME=PYTHONPATH.
+
+    Raises:
+        ValueError: not of that form, or nothing is there.
+    """
+    name, _, where = given.partition("=")
+    if not name or not where or name in OWN:
+        raise ValueError(f"{given} is not NAME=PYTHONPATH or NAME=INTERPRETER with a new name")
+    found = shutil.which(where)
+    if found:
+        return System(name, found, environment, "", tuple(arguments))
+    missing = [part for part in where.split(":") if not os.path.isdir(part)]
+    if missing:
+        raise ValueError(f"{missing[0]} in {given} is neither a folder nor an interpreter")
+    return System(name, sys.executable, environment, where, tuple(arguments))
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        arguments: its command line after the module.
+        start_seconds: from its start to its first answer.
+    """
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path, arguments: list[str]):
+        self.process, self.log, self.arguments = process, log, arguments
+        self.url = f"http://127.0.0.1:{port}"
+        self.start_seconds = 0.0
+
+    def version(self) -> str:
+        for path in ("/server_info", "/get_server_info"):
+            answer = requests.get(self.url + path, timeout=30)
+            if answer.status_code == 200:
+                return str(answer.json().get("version", "unknown"))
+        return "unknown"
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_until_healthy(self, seconds: float) -> None:
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
+            if self.process.poll() is not None:
+                raise ServerFailed(f"it ended with status {self.process.returncode}")
+            try:
+                if requests.get(f"{self.url}/health", timeout=10).status_code == 200:
+                    self.start_seconds = time.monotonic() - started
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)
+        raise ServerFailed(f"it was not healthy after {seconds:.0f} s")
+
+
+@contextmanager
+def running(
+    system: System, device: str, arguments: Sequence[str], log: Path, seconds: float
+) -> Iterator[Server]:
+    """Starts a server, waits for its health, and ends it with all its processes.
+
+    Raises:
+        ServerFailed: it did not get healthy in `seconds`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [system.python, "-m", "sglang.launch_server", *arguments, *system.arguments]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            env=system.full_environment(device),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            # `-m` puts the working folder before PYTHONPATH, and a peer must not find this project.
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    server = Server(process, port, log, command[3:])
+    try:
+        server.wait_until_healthy(seconds)
+        yield server
+    except ServerFailed as failure:
+        raise ServerFailed(f"{system.name}: {failure}\n{server.tail()}") from None
+    except (requests.RequestException, RuntimeError) as error:
+        raise ServerFailed(f"{system.name}: {error}\n{server.tail()}") from error
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a process group, and makes sure that nobody of it is left."""
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
+    try:
+        for sent, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline:
+                process.poll()  # a zombie would count as a member of the group
+                try:
+                    os.killpg(process.pid, sent)
+                except ProcessLookupError:
+                    process.wait()
+                    return
+                time.sleep(0.2)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)

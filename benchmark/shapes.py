@@ -1,0 +1,170 @@
+"""Shapes of target and drafter pairs, written as checkpoints that hold a config and no weights.
+
+What a round costs depends on the shape and not on the weights, so servers load them with
+`--load-format dummy`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "checkpoints" / "tiny"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pair of target and drafter.
+
+    Attributes:
+        target: what its config.json has beside the fields that all Qwen3 models share.
+        drafter: fields in which the drafter's config.json differs from the target's.
+        folder: holds target/ and drafter/ with real weights; None for dummy weights.
+    """
+
+    target: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+def _qwen3(**fields: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    } | fields
+
+
+def _b16(layers: int, taps: list[int]) -> dict[str, Any]:
+    """A z-lab drafter with blocks of 16 slots."""
+    return {
+        "num_hidden_layers": layers,
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": taps},
+    }
+
+
+SHAPES = {
+    "qwen3-8b": Shape(
+        _qwen3(
+            hidden_size=4096, num_hidden_layers=36, num_key_value_heads=8, intermediate_size=12288
+        ),
+        _b16(5, [1, 9, 17, 25, 33]),
+    ),
+    "qwen3-4b": Shape(
+        _qwen3(
+            hidden_size=2560,
+            num_hidden_layers=36,
+            num_key_value_heads=8,
+            intermediate_size=9728,
+            tie_word_embeddings=True,
+        ),
+        _b16(5, [1, 9, 17, 25, 33]),
+    ),
+    "qwen3-30b-a3b": Shape(
+        _qwen3(
+            architectures=["Qwen3MoeForCausalLM"],
+            model_type="qwen3_moe",
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        _b16(8, [1, 12, 23, 34, 45]),
+    ),
+    "tiny": Shape(folder=TINY),
+}
+
+_MOE = (
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+
+
+def target_config(shape: Shape) -> dict[str, Any]:
+    """Content of the target's config.json."""
+    rope_theta = 1000000.0
+    return {
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-06,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        # Transformers 5 reads rope_parameters, earlier releases rope_theta.
+        "rope_theta": rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape.target["num_hidden_layers"],
+        "use_cache": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "dtype": "bfloat16",
+    } | shape.target
+
+
+def drafter_config(shape: Shape) -> dict[str, Any]:
+    """Content of the drafter's config.json, in z-lab's format."""
+    target = target_config(shape)
+    dense = {name: value for name, value in target.items() if name not in _MOE}
+    layers = shape.drafter["num_hidden_layers"]
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_target_layers": target["num_hidden_layers"],
+        "layer_types": ["full_attention"] * layers,
+        "max_window_layers": layers,
+    }
+    return dense | own | shape.drafter
+
+
+def write_pair(shape: Shape, folder: Path) -> tuple[Path, Path]:
+    """Folders of target and drafter; those of a shape without weights are written to `folder`."""
+    if shape.folder:
+        return shape.folder / "target", shape.folder / "drafter"
+    target, drafter = folder / "target", folder / "drafter"
+    for path, config in ((target, target_config(shape)), (drafter, drafter_config(shape))):
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "config.json", config)
+    _write_tokenizer(target, shape.target["vocab_size"])
+    return target, drafter
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer that knows numbers only; for servers that insist on having one."""
+    vocab = {str(token): token for token in range(vocab_size)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "0"}
+    whole = {"version": "1.0", "added_tokens": [], "model": model}
+    for part in ("truncation", "padding", "normalizer", "post_processor", "decoder"):
+        whole[part] = None
+    whole["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    _write(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1"},
+    )
