@@ -16,10 +16,11 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 ACCEL ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
 
 # --- server arguments by machine; ARGS come after them and win ----------------------------------
-SERVER_cpu  = --device cpu --attention-backend torch_native \
-	--max-total-tokens 16384 --max-running-requests 16
+SERVER_cpu  = --device cpu --attention-backend torch_native --dtype float32 \
+	--max-total-tokens 16384 --max-running-requests 16 --sleep-on-idle
 SERVER_cuda =
-ENV_cpu     = SGLANG_USE_CPU_ENGINE=1
+# What a CPU can serve is so small that more threads than one wait for each other.
+ENV_cpu     = SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 # flashinfer-cubin, prebuilt kernels that a Hopper GPU does not need, is not in the lock.
 ENV_cuda    = FLASHINFER_DISABLE_VERSION_CHECK=1
 ACCEPT_LENGTH = 6 to 10 tokens a round with the bundled pair

@@ -3,3 +3,4 @@
 import os
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
