@@ -6,9 +6,12 @@ asks for is silently ignored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import DFlashError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _WITHOUT = "leave it out, or start the server without --speculative-algorithm DFLASH"
 
@@ -38,6 +41,29 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "video_data": (None, []),
     "audio_data": (None, []),
 }
+
+
+def check_requests(manager: TokenizerManager, received: Any) -> None:
+    """Refuses a request, or a whole batch of them, before SGLang keeps anything of it.
+
+    A request that SGLang refuses while it tokenizes is never forgotten: the server would wait for
+    it when it is told to end.
+
+    Raises:
+        DFlashError: see `check_request`.
+        ValueError: SGLang's own, for a sampling parameter that cannot be.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    if not isinstance(received, GenerateReqInput):
+        return
+    requests = [received] if received.is_single else [received[i] for i in range(received.batch_size)]
+    for request in requests:
+        given = (manager.preferred_sampling_params or {}) | request.sampling_params
+        sampling = manager.sampling_params_class(**given)
+        sampling.normalize(manager.tokenizer)
+        sampling.verify(manager.model_config.vocab_size)
+        check_request(request, sampling)
 
 
 def check_request(request: Any, sampling: Any) -> None:
