@@ -107,7 +107,11 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
             metavar="NAME=VALUE",
             help=f"environment variable for {whose}; may be repeated",
         )
-    what.add_argument("--peer-args", default="", help="server arguments that only peers get")
+    what.add_argument(
+        "--peer-args",
+        default="",
+        help="server arguments that only peers get, as --peer-args='--flag value'",
+    )
     what.add_argument("--server-args", default="", help="server arguments that all systems get")
 
     add("--shape", choices=SHAPES, default="qwen3-8b")
