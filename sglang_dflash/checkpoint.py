@@ -109,7 +109,7 @@ def parse_config(path: str, raw: dict[str, Any]) -> DraftConfig:
     heads = fields.integer("num_attention_heads", minimum=1)
     config = DraftConfig(
         path=path,
-        block_size=fields.integer("block_size", minimum=2),
+        block_size=_block_size(path, raw, dflash),
         mask_token_id=_Fields(path, dflash, "dflash_config.").integer("mask_token_id", minimum=0),
         target_layer_ids=_layer_ids(path, dflash.get("target_layer_ids")),
         num_target_layers=fields.integer("num_target_layers", minimum=1, default=None),
@@ -137,6 +137,13 @@ def parse_config(path: str, raw: dict[str, Any]) -> DraftConfig:
     return config
 
 
+def _block_size(path: str, raw: dict[str, Any], dflash: dict[str, Any]) -> int:
+    """It stands beside `dflash_config` in the first published checkpoints, inside it in later ones."""
+    if raw.get("block_size") is None and dflash.get("block_size") is not None:
+        return _Fields(path, dflash, "dflash_config.").integer("block_size", minimum=2)
+    return _Fields(path, raw).integer("block_size", minimum=2)
+
+
 def _refuse_unsupported(path: str, raw: dict[str, Any]) -> None:
     """Variants that would fail to load, or load and then draft nonsense."""
     for field, supported in (("model_type", "qwen3"), ("hidden_act", "silu")):
@@ -158,6 +165,11 @@ def _refuse_unsupported(path: str, raw: dict[str, Any]) -> None:
         raise DFlashError(
             f"layer_types of {path} is not a list of one type for each of its {raw['num_hidden_layers']} layers: "
             "the checkpoint is damaged; download it again."
+        )
+    if layer_types is None and raw.get("use_sliding_window"):
+        raise DFlashError(
+            f"use_sliding_window of {path} is true without layer_types that say where: use a drafter without sliding "
+            "windows."
         )
     sliding = [kind for kind in layer_types or [] if kind != "full_attention"]
     if sliding:

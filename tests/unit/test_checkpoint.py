@@ -92,6 +92,14 @@ BROKEN_CONFIGS = {
     ),
     "layer types short": (put("layer_types", ["full_attention"]), "layer_types of x"),
     "layer types a number": (put("layer_types", 2), "layer_types of x"),
+    "sliding somewhere": (
+        lambda r: (r.pop("layer_types"), r.update(use_sliding_window=True)),
+        "use_sliding_window of x is true",
+    ),
+    "inner block size 1": (
+        lambda r: (r.pop("block_size"), r["dflash_config"].update(block_size=1)),
+        "dflash_config.block_size of x is 1",
+    ),
     "quantized": (put("quantization_config", {"quant_method": "fp8"}), "quantization_config of x"),
     "other model type": (put("model_type", "llama4"), "model_type of x is 'llama4'"),
     "no model type": (drop("model_type"), "model_type of x is None"),
@@ -131,6 +139,12 @@ def test_good_config(good: dict[str, Any]) -> None:
         intermediate_size=768,
     )
     check_target(config, TARGET, VOCABULARY)
+
+
+def test_block_size_inside_dflash_config(good: dict[str, Any]) -> None:
+    raw = {key: value for key, value in good.items() if key != "block_size"}
+    raw["dflash_config"] = raw["dflash_config"] | {"block_size": 8}
+    assert parse_config("x", raw).block_size == 8
 
 
 def test_defaults(good: dict[str, Any]) -> None:
