@@ -77,6 +77,17 @@ def test_chat_request(dflash: Server, fields: dict, named: str) -> None:
     assert response.json()["message"].startswith(named), response.text
 
 
+def test_refused_requests_are_forgotten(dflash: Server, prompts: list[str]) -> None:
+    """Their ids are free again, so nothing of them is kept; nor does a part of a batch run."""
+    greedy, sampled = {"temperature": 0}, {"temperature": 0.5}
+    batch = {"text": prompts[:3], "rid": ["a", "b", "c"]}
+    refused = dflash.post("/generate", batch | {"sampling_params": [greedy, sampled, greedy]})
+    assert refused.status_code == 400
+    assert dflash.load()["num_reqs"] == 0
+    answered = dflash.post("/generate", batch | {"sampling_params": greedy})
+    assert answered.status_code == 200, answered.text
+
+
 def test_health(dflash: Server) -> None:
     assert dflash.get("/health").status_code == 200
     assert dflash.get("/health_generate").status_code == 200
