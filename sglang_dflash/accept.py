@@ -37,8 +37,3 @@ def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> Accepted:
     lengths = matches.cumprod(dim=1).sum(dim=1) + 1
     bonus_tokens = target_tokens.gather(1, (lengths - 1)[:, None]).squeeze(1)
     return Accepted(target_tokens, lengths, bonus_tokens)
-
-
-def greedy_tokens(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """The target's greedy choice after each row: [bs * width, vocab] → [bs, width] int64."""
-    return logits.argmax(dim=-1).view(-1, width)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.round import Round
@@ -20,8 +20,11 @@ class BlockModel:
 
     def run(self, round: Round, tokens: torch.Tensor, capture: CaptureHiddenMode) -> Any:
         """Runs `tokens` ([bs * width] int64) as the block of a round."""
-        set_block_width(self.runner.attn_backend, round.width)
-        return self.runner.forward(round.forward_batch(self.runner, tokens, capture)).logits_output
+        return self.forward(round.forward_batch(self.runner, tokens, capture))
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        set_block_width(self.runner.attn_backend, batch.spec_info.draft_token_num)
+        return self.runner.forward(batch).logits_output
 
 
 def set_block_width(backend: Any, width: int) -> None:

@@ -1,14 +1,17 @@
 """Target hidden states → the draft model's context K/V.
 
-Every draft layer reads the same feature, so one matrix product gives K and V of all layers.
+Every draft layer reads the same feature, so one matrix product gives K and V of all layers, and one
+kernel norms, rotates and writes them.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_dflash.kernels.context_store import context_store
 
 
 def write_context(
@@ -21,9 +24,41 @@ def write_context(
         positions: [n] int64.
         slots: [n] int64, the tokens' KV slots (0: written nowhere that is read).
     """
-    keys, values = draft.model.context_kv(hidden_states, positions)
-    for layer, k, v in zip(draft.model.layers, keys, values):
-        draft.token_to_kv_pool.set_kv_buffer(layer.attn, slots, k, v)
+    model, pool = draft.model, draft.token_to_kv_pool
+    attention = model.layers[0].self_attn
+    kv = model.context_kv(hidden_states)
+    eps, cos_sin_cache = attention.k_norm.variance_epsilon, attention.rotary_emb.cos_sin_cache
+    if _can_store(draft, kv):
+        context_store(
+            kv,
+            model.k_norm_weight,
+            eps,
+            cos_sin_cache,
+            positions,
+            slots,
+            pool.k_data_ptrs,
+            pool.v_data_ptrs,
+            attention.num_kv_heads,
+        )
+        return
+    keys, values = context_kv(kv, model.k_norm_weight, eps, cos_sin_cache[positions], attention.num_kv_heads)
+    for layer, k, v in zip(model.layers, keys, values):
+        pool.set_kv_buffer(layer.attn, slots, k, v)
+
+
+def _can_store(draft: ModelRunner, kv: torch.Tensor) -> bool:
+    """Whether the kernel covers this draft model and its pool."""
+    attention = draft.model.layers[0].self_attn
+    rope = attention.rotary_emb
+    powers = (attention.num_kv_heads, attention.head_dim)
+    return (
+        kv.is_cuda
+        and type(rope) is RotaryEmbedding
+        and rope.rotary_dim == attention.head_dim
+        and all(n & (n - 1) == 0 for n in powers)
+        and draft.token_to_kv_pool.store_dtype == kv.dtype
+        and hasattr(draft.token_to_kv_pool, "k_data_ptrs")
+    )
 
 
 def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,7 +70,7 @@ def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     """
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x32.to(x.dtype) * weight[:, None, None, :]
+    return (x32 * weight[:, None, None, :].float()).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -53,18 +88,12 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def context_kv(
-    features: torch.Tensor,
-    kv_weight: torch.Tensor,
-    k_norm_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    kv_heads: int,
+    kv: torch.Tensor, k_norm_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor, kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of all draft layers for `n` context tokens.
+    """K and V of all draft layers for `n` context tokens, as they are stored.
 
     Args:
-        features: [n, hidden], the normed projection of the target's hidden states.
-        kv_weight: [layers * 2 * kv_heads * head_dim, hidden], K then V of each layer.
+        kv: [n, layers * 2 * kv_heads * head_dim], K then V of each layer.
         k_norm_weight: [layers, head_dim].
         cos_sin: [n, rotary_dim] at the tokens' positions.
 
@@ -72,7 +101,6 @@ def context_kv(
         K (normed and rotated) and V, [layers, n, kv_heads, head_dim] each, contiguous.
     """
     layers, head_dim = k_norm_weight.shape
-    kv = F.linear(features, kv_weight).view(len(features), layers, 2, kv_heads, head_dim)
-    k, v = kv.permute(2, 1, 0, 3, 4)  # [layers, n, kv_heads, head_dim] each
+    k, v = kv.view(len(kv), layers, 2, kv_heads, head_dim).permute(2, 1, 0, 3, 4)
     k = rotate(rms_norm_heads(k, k_norm_weight, eps), cos_sin)
     return k.contiguous(), v.contiguous()

@@ -24,8 +24,9 @@ from sglang.srt.models.utils import apply_qk_norm
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
 from sglang_dflash.checkpoint import canonical_name
-from sglang_dflash.context_kv import context_kv
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.fa3_attention import Fa3BlockAttention
+from sglang_dflash.fused_attention import can_fuse, fused_attention
 from sglang_dflash.vocabulary import BorrowedVocabulary
 
 # Weights of a checkpoint that share one parameter here: name → parameter, shard.
@@ -71,6 +72,8 @@ class DFlashAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
+        if isinstance(forward_batch.attn_backend, Fa3BlockAttention) and can_fuse(self):
+            return fused_attention(self, positions, x, forward_batch)
         qkv, _ = self.qkv_proj(x)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
@@ -163,25 +166,19 @@ class DFlashDraftModel(nn.Module):
         attention = [layer.self_attn for layer in self.layers]
         with torch.no_grad():
             self._kv_weight = torch.cat([a.qkv_proj.weight[a.q_size :] for a in attention])
-            self._k_norm_weight = torch.stack([a.k_norm.weight for a in attention])
+            self.k_norm_weight = torch.stack([a.k_norm.weight for a in attention])
 
-    def context_kv(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all layers, [layers, n, kv_heads, head_dim] each, for `n` context tokens.
+    def context_kv(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """K (neither normed nor rotated) and V of all layers for `n` context tokens.
 
         Args:
             hidden_states: [n, taps * target_hidden].
-            positions: [n] int64.
+
+        Returns:
+            [n, layers * 2 * kv_heads * head_dim], K then V of each layer.
         """
         projected, _ = self.fc(hidden_states.to(self.fc.weight.dtype))
-        attention = self.layers[0].self_attn
-        return context_kv(
-            self.hidden_norm(projected),
-            self._kv_weight,
-            self._k_norm_weight,
-            attention.k_norm.variance_epsilon,
-            attention.rotary_emb.cos_sin_cache[positions],
-            attention.num_kv_heads,
-        )
+        return torch.nn.functional.linear(self.hidden_norm(projected), self._kv_weight)
 
     @torch.no_grad()
     def forward(

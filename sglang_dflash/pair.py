@@ -15,17 +15,19 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-from sglang_dflash.accept import Accepted, accept, greedy_tokens
+from sglang_dflash.accept import Accepted, accept
 from sglang_dflash.block_model import BlockModel
 from sglang_dflash.checkpoint import ARCHITECTURE
 from sglang_dflash.commit import commit_context
 from sglang_dflash.context_kv import write_context
 from sglang_dflash.draft_model import DFlashDraftModel
-from sglang_dflash.graph_metadata import metadata_class
+from sglang_dflash.fa3_attention import can_capture
+from sglang_dflash.kernels.accept import accept_and_advance
 from sglang_dflash.propose import propose
 from sglang_dflash.round import Round
 from sglang_dflash.state import RequestState
-from sglang_dflash.verify import verify
+from sglang_dflash.verify import GreedyHead, verify
+from sglang_dflash.vocabulary import BorrowedVocabulary
 from sglang_dflash.width import widths
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class DraftTargetPair:
         self.req_to_token = pool.req_to_token
         self.context_len = target_worker.model_config.context_len
         self.state = RequestState(pool.size, self.req_to_token.device)
+        self.head = GreedyHead(BorrowedVocabulary(self.target.runner.model))
         self.graphs = self._capture_graphs(server_args)
 
     def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
@@ -65,33 +68,36 @@ class DraftTargetPair:
 
     def round(self, rows: torch.Tensor, start_bounds: torch.Tensor, width: int) -> Accepted:
         """One round over the requests at `rows` ([bs] int64); see `Round` for the arguments."""
-        if self.graphs is not None and self.graphs.can_run(len(rows), width):
-            return self.graphs.replay(rows, width)
+        if self.graphs is not None and (key := self.graphs.key(start_bounds, width)) is not None:
+            return self.graphs.replay(key, rows)
         round = Round.open(self.state, rows, start_bounds, width, self.req_to_token, self.context_len)
         return self.stages(round, self.draft, self.target)
 
     def stages(self, round: Round, draft: BlockModel, target: BlockModel) -> Accepted:
         """propose → verify → accept → commit, without a wait between them."""
         draft_tokens = propose(draft, round)
-        verified = verify(target, round, draft_tokens)
-        accepted = accept(greedy_tokens(verified.logits, round.width), draft_tokens)
+        verified = verify(target, self.head, round, draft_tokens)
+        if round.rows.is_cuda:
+            accepted = accept_and_advance(verified.tokens, draft_tokens, round.rows, self.state)
+        else:
+            accepted = accept(verified.tokens, draft_tokens)
+            self.state.advance(round.rows, accepted)
         commit_context(draft.runner, round, verified)
-        self.state.advance(round.rows, accepted)
         return accepted
 
     def _capture_graphs(self, server_args: ServerArgs) -> RoundGraphs | None:
         if self.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
             return None
-        from sglang_dflash.graphs import RoundGraphs
+        from sglang_dflash.graphs import RoundGraphs, sizes_to_capture
 
-        if metadata_class(self) is None:
+        if not all(can_capture(model.runner) for model in (self.draft, self.target)):
             logger.warning(
-                "DFLASH runs without CUDA graphs, because the attention metadata of the target and the drafter is not "
-                "both fa3's: set --attention-backend fa3 and leave out --speculative-draft-attention-backend."
+                "DFLASH runs without CUDA graphs, which need fa3 attention, without MLA, for the target and the "
+                "drafter and a KV cache in the target's dtype: set --attention-backend fa3."
             )
             return None
-        sizes = [size for size in server_args.cuda_graph_bs if size <= self.state.padding_row]
-        return RoundGraphs(self, sizes or [self.state.padding_row], widths(server_args))
+        sizes = sizes_to_capture(server_args.cuda_graph_bs, self.state.padding_row)
+        return RoundGraphs(self, sizes, widths(server_args))
 
 
 def load_draft_model(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict) -> ModelRunner:

@@ -23,6 +23,8 @@ def propose(draft: BlockModel, round: Round) -> torch.Tensor:
     Writes K/V of the block to the round's slots of the draft pool. They are scratch: the next round
     overwrites all it does not commit before anything reads them.
     """
-    tokens = block_tokens(round.bonus_tokens, draft.runner.model.mask_token_id, round.width)
+    tokens = round.tokens
+    if tokens is None:
+        tokens = block_tokens(round.bonus_tokens, draft.runner.model.mask_token_id, round.width)
     # The draft model's head is inside its forward pass, so what it returns are tokens.
     return draft.run(round, tokens, CaptureHiddenMode.NULL)

@@ -27,6 +27,7 @@ class Round:
         bonus_tokens: [bs] int64.
         positions: [bs * width] int64, clamped to the context: a row beyond it is never committed.
         slots: [bs * width] int64, KV slot of each row, the same for target and draft model.
+        tokens: [bs * width] int64, what the draft model reads, if it was made with the rest.
     """
 
     rows: torch.Tensor
@@ -36,6 +37,7 @@ class Round:
     bonus_tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    tokens: torch.Tensor | None = None
 
     @classmethod
     def open(

@@ -1,10 +1,13 @@
-"""Stage 2: [bonus, drafts] → the target's logits and hidden states for every row."""
+"""Stage 2: [bonus, drafts] → the target's choice and its hidden states for every row."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Iterator
 
 import torch
+from torch import nn
 
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -13,6 +16,7 @@ from sglang_dflash.block_model import BlockModel
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.round import Round
+from sglang_dflash.vocabulary import BorrowedVocabulary
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,39 @@ class Verified:
     """What the target says about a block.
 
     Attributes:
-        logits: [bs * width, vocab]; row i of a request is the distribution after its row i.
+        tokens: [bs, width] int64, the target's greedy choice after each row.
         hidden_states: [bs * width, taps * hidden], outputs of the tapped layers side by side.
     """
 
-    logits: torch.Tensor
+    tokens: torch.Tensor
     hidden_states: torch.Tensor
+
+
+class GreedyHead(nn.Module):
+    """Takes the place of a target's logits processor while it verifies greedily.
+
+    Gives the likeliest token of each row at once: the logits, the largest tensor of a round, are
+    neither converted to float32 nor, under tensor parallelism, gathered.
+    """
+
+    def __init__(self, vocabulary: BorrowedVocabulary):
+        super().__init__()
+        self.vocabulary = (vocabulary,)  # in a tuple, so that it does not register the target again
+
+    def forward(self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *_, **__) -> Verified:
+        tokens = self.vocabulary[0].argmax(hidden_states)
+        return Verified(tokens.view(-1, batch.spec_info.draft_token_num), torch.cat(aux_hidden_states, dim=-1))
+
+
+@contextmanager
+def greedy_head(model: nn.Module, head: GreedyHead) -> Iterator[None]:
+    """Within it, `model` gives a `Verified` instead of logits."""
+    processor = model.logits_processor
+    model.logits_processor = head
+    try:
+        yield
+    finally:
+        model.logits_processor = processor
 
 
 def capture_target_hidden_states(runner: ModelRunner) -> None:
@@ -46,7 +77,7 @@ def capture_target_hidden_states(runner: ModelRunner) -> None:
     runner.model.set_eagle3_layers_to_capture(list(config.target_layer_ids))
 
 
-def verify(target: BlockModel, round: Round, draft_tokens: torch.Tensor) -> Verified:
+def verify(target: BlockModel, head: GreedyHead, round: Round, draft_tokens: torch.Tensor) -> Verified:
     """Runs the target over the blocks, causally.
 
     Args:
@@ -55,5 +86,5 @@ def verify(target: BlockModel, round: Round, draft_tokens: torch.Tensor) -> Veri
     Writes the target's K/V of every row to the round's slots.
     """
     tokens = torch.cat([round.bonus_tokens[:, None], draft_tokens], dim=1).flatten()
-    output = target.run(round, tokens, CaptureHiddenMode.FULL)
-    return Verified(output.next_token_logits, output.hidden_states)
+    with greedy_head(target.runner.model, head):
+        return target.run(round, tokens, CaptureHiddenMode.FULL)

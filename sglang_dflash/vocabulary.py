@@ -33,6 +33,12 @@ class BorrowedVocabulary:
         shard = head.shard_indices
         self._rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # the rest is padding
         self._first_id = shard.org_vocab_start_index
+        self._bias = None if getattr(head, "bias", None) is None else head.bias[: self._rows]
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        # Not kept: a weight update may replace it.
+        return self.head.weight[: self._rows]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] int64 → [n, hidden]."""
@@ -43,7 +49,7 @@ class BorrowedVocabulary:
 
         Each rank looks at its part of the vocabulary, and one gather of two numbers a row decides.
         """
-        logits = hidden.to(self.head.weight.dtype) @ self.head.weight[: self._rows].T
+        logits = torch.nn.functional.linear(hidden.to(self.head.weight.dtype), self._weight, self._bias)
         value, index = logits.max(dim=-1)
         group = get_tp_group()
         if group.world_size == 1:
