@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.accept import accept, greedy_tokens
+from sglang_dflash.accept import accept
 
 
 def by_the_words(target: list[int], draft: list[int]) -> list[int]:
@@ -53,10 +53,3 @@ def test_nothing_and_everything() -> None:
 def test_a_match_after_a_mismatch_does_not_count() -> None:
     accepted = accept(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 0, 3]]))
     assert accepted.lengths.tolist() == [2]
-
-
-def test_greedy_tokens() -> None:
-    logits = torch.zeros(6, 10)
-    chosen = [3, 1, 4, 1, 5, 9]
-    logits[range(6), chosen] = 1.0
-    assert greedy_tokens(logits, 3).tolist() == [[3, 1, 4], [1, 5, 9]]

@@ -50,7 +50,8 @@ def test_context_kv() -> None:
     v_weights = torch.randn(LAYERS, KV_HEADS * DIM, HIDDEN)
     norms = torch.randn(LAYERS, DIM)
     stacked = torch.cat([torch.cat([k_weights[i], v_weights[i]]) for i in range(LAYERS)])
-    keys, values = context_kv(features, stacked, norms, EPS, cos_sin(positions, DIM), KV_HEADS)
+    kv = features @ stacked.T
+    keys, values = context_kv(kv, norms, EPS, cos_sin(positions, DIM), KV_HEADS)
     assert keys.shape == values.shape == (LAYERS, TOKENS, KV_HEADS, DIM)
     assert keys.is_contiguous() and values.is_contiguous()
     for layer in range(LAYERS):

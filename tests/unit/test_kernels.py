@@ -1,0 +1,121 @@
+"""Triton kernels against the PyTorch code that they stand for, on random input.
+
+Without a GPU they run in Triton's interpreter, which computes what the compiled kernels do.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dflash.accept import accept
+from sglang_dflash.context_kv import context_kv
+from sglang_dflash.kernels.accept import accept_and_advance
+from sglang_dflash.kernels.context_store import context_store
+from sglang_dflash.kernels.open_round import open_round, open_round_reference
+from sglang_dflash.kernels.qk_norm_rope_store import (
+    qk_norm_rope_store,
+    qk_norm_rope_store_reference,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, COLUMNS = 6, 2500
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def table(page_size: int) -> torch.Tensor:
+    """[ROWS, COLUMNS] int32: pages in random order, slots of a page side by side."""
+    pages = -(-COLUMNS // page_size)
+    first = torch.randperm(ROWS * pages).view(ROWS, pages, 1) * page_size
+    slots = (first + torch.arange(page_size)).flatten(1)[:, :COLUMNS]
+    return slots.to(torch.int32).contiguous().to(DEVICE)
+
+
+@pytest.mark.parametrize(("page_size", "width"), [(1, 16), (16, 5), (64, 16), (256, 2)])
+def test_open_round(page_size: int, width: int) -> None:
+    lengths = torch.randint(0, 2000, (ROWS + 1,), device=DEVICE)
+    lengths[ROWS] = 0
+    bonus = torch.randint(0, 100, (ROWS + 1,), device=DEVICE)
+    rows = torch.tensor([3, 1, ROWS, 0], device=DEVICE)
+    arguments = (rows, lengths, bonus, table(page_size))
+    options = dict(
+        width=width, page_size=page_size, padding_row=ROWS, mask_token_id=99, last_position=1500
+    )
+    pages = -(-COLUMNS // page_size)
+    made, expected = (
+        (
+            torch.zeros(5, dtype=torch.int32, device=DEVICE),
+            torch.full((5, pages), -1, dtype=torch.int32, device=DEVICE),
+        )
+        for _ in range(2)
+    )
+    results = open_round(*arguments, *made, **options)
+    for result, reference in zip(
+        results, open_round_reference(*arguments, *expected, **options), strict=True
+    ):
+        assert torch.equal(result, reference)
+    assert torch.equal(made[0], expected[0])
+    for request in range(len(rows)):
+        needed = -(-int(made[0][request]) // page_size)
+        assert torch.equal(made[1][request, :needed], expected[1][request, :needed])
+        assert (made[1][request, needed:] == -1).all()  # what nobody reads is not copied
+
+
+@pytest.mark.parametrize("width", [2, 3, 8, 15, 16])
+def test_accept(width: int) -> None:
+    rows = torch.tensor([2, 0, 7, 1, 7], device=DEVICE)
+    for _ in range(5):
+        target = torch.randint(0, 2, (5, width), device=DEVICE)
+        draft = torch.randint(0, 2, (5, width - 1), device=DEVICE)
+        draft[0] = target[0, :-1]
+        state = SimpleNamespace(
+            lengths=torch.arange(8, device=DEVICE) * 10,
+            bonus_tokens=torch.zeros(8, dtype=torch.int64, device=DEVICE),
+            padding_row=7,
+        )
+        before = state.lengths.clone()
+        made, expected = accept_and_advance(target, draft, rows, state), accept(target, draft)
+        assert torch.equal(made.lengths, expected.lengths)
+        assert torch.equal(made.bonus_tokens, expected.bonus_tokens)
+        for request, row in enumerate(rows.tolist()):
+            moves = row != 7
+            assert state.lengths[row] == before[row] + moves * expected.lengths[request]
+            assert state.bonus_tokens[row] == moves * expected.bonus_tokens[request]
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (32, 8, 128), (3, 1, 64)])
+def test_qk_norm_rope_store(q_heads: int, kv_heads: int, dim: int) -> None:
+    n = 5
+    qkv = torch.randn(n, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+    weights = torch.rand(2, dim, device=DEVICE)
+    cos_sin = torch.randn(50, dim, device=DEVICE)
+    positions = torch.randint(0, 50, (n,), device=DEVICE)
+    slots = torch.randperm(20, device=DEVICE)[:n]
+    caches = [torch.zeros(20, kv_heads, dim, device=DEVICE) for _ in range(4)]
+    arguments = (qkv, *weights, 1e-6, cos_sin, positions, slots)
+    q = qk_norm_rope_store(*arguments, *caches[:2])
+    torch.testing.assert_close(q, qk_norm_rope_store_reference(*arguments, *caches[2:]))
+    torch.testing.assert_close(caches[:2], caches[2:])
+
+
+def test_context_store() -> None:
+    layers, kv_heads, dim, n = 3, 2, 64, 7
+    kv = torch.randn(n, layers * 2 * kv_heads * dim, device=DEVICE)
+    norms = torch.rand(layers, dim, device=DEVICE)
+    cos_sin = torch.randn(40, dim, device=DEVICE)
+    positions = torch.randint(0, 40, (n,), device=DEVICE)
+    slots = torch.randperm(30, device=DEVICE)[:n]
+    caches = torch.zeros(2, layers, 30, kv_heads, dim, device=DEVICE)
+    addresses = torch.tensor(
+        [[layer.data_ptr() for layer in cache] for cache in caches], dtype=torch.uint64
+    ).to(DEVICE)
+    context_store(kv, norms, 1e-6, cos_sin, positions, slots, *addresses, kv_heads)
+    expected = context_kv(kv, norms, 1e-6, cos_sin[positions], kv_heads)
+    torch.testing.assert_close(caches[:, :, slots], torch.stack(expected))
+    untouched = torch.ones(30, dtype=torch.bool, device=DEVICE)
+    untouched[slots] = False
+    assert not caches[:, :, untouched].any()
