@@ -37,7 +37,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 # Backends that read K/V of context and block by the block's own rows, not causally.
-DRAFT_BACKENDS = ("torch_native", "fa3")
+DRAFT_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
 
 def apply_dflash_arguments(args: ServerArgs) -> None:

@@ -69,8 +69,8 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
     if fresh.total:
         slots = alloc_token_slots(batch.tree_cache, fresh.total)
         rows, columns, _ = fresh.tensors(table.device)
-        inside = columns < table.shape[1]  # a page may end beyond the longest context
         if page_size > 1:
+            inside = columns < table.shape[1]  # a page may end beyond the longest context
             rows, columns, slots = rows[inside], columns[inside], slots[inside]
         table[rows, columns] = slots.to(table.dtype)
     if cut.total:

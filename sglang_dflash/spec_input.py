@@ -80,3 +80,29 @@ class DFlashVerifyInput(SpecInput):
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return self.draft_token_num, self.draft_token_num
+
+    def generate_attn_arg_prefill(
+        self,
+        req_pool_indices: torch.Tensor,
+        paged_kernel_lens: torch.Tensor,
+        paged_kernel_lens_sum: int,
+        req_to_token: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        """What flashinfer plans with: KV slots and where each request's begin, rows, and no mask.
+
+        Args:
+            paged_kernel_lens: [bs] int64, the starts; the block itself comes on top.
+            paged_kernel_lens_sum: no less than their sum.
+        """
+        from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
+
+        batch_size, width = len(req_pool_indices), self.draft_token_num
+        device, lengths = req_pool_indices.device, paged_kernel_lens + self.draft_token_num
+        kv_indptr = torch.zeros(batch_size + 1, dtype=torch.int32, device=device)
+        kv_indptr[1:] = torch.cumsum(lengths, dim=0)
+        kv_indices = torch.empty(paged_kernel_lens_sum + batch_size * width + 256, dtype=torch.int32, device=device)
+        create_flashinfer_kv_indices_triton[(batch_size,)](
+            req_to_token, req_pool_indices, lengths, kv_indptr, None, kv_indices, req_to_token.shape[1]
+        )
+        qo_indptr = torch.arange(0, (batch_size + 1) * width, width, dtype=torch.int32, device=device)
+        return kv_indices, kv_indptr, qo_indptr, None
