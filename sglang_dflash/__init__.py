@@ -21,7 +21,9 @@ def _require_patched_sglang() -> None:
     """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("sglang_dflash needs the patched SGLang, and none is installed: run `make setup`.")
+        raise ImportError(
+            "sglang_dflash needs the patched SGLang, and none is installed: run `make setup`."
+        )
     root = Path(next(iter(spec.submodule_search_locations)))
     algorithms = root / "srt" / "speculative" / "spec_info.py"
     if not algorithms.is_file() or "sglang_dflash" not in algorithms.read_text():

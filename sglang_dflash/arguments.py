@@ -141,7 +141,11 @@ def _check_draft_backend(args: ServerArgs) -> None:
     """The drafter uses its own flag, else the backend with which the target decodes."""
     backend = args.speculative_draft_attention_backend or args.attention_backend
     if backend not in DRAFT_BACKENDS:
-        flag = "speculative-draft-attention-backend" if args.speculative_draft_attention_backend else "attention-backend"
+        flag = (
+            "speculative-draft-attention-backend"
+            if args.speculative_draft_attention_backend
+            else "attention-backend"
+        )
         raise DFlashError(
             f"--{flag} {backend} cannot run the drafter, whose attention is not causal: set "
             f"--speculative-draft-attention-backend to one of {', '.join(DRAFT_BACKENDS)}."

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 from sglang_dflash.errors import DFlashError
 
@@ -66,7 +67,9 @@ def resolve(path: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
+        )
     except Exception as error:
         raise DFlashError(
             f"--speculative-draft-model-path {path} is neither a folder nor a repository that can be "
@@ -90,7 +93,9 @@ def load_config(path: str, revision: str | None = None) -> DraftConfig:
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:
-        raise DFlashError(f"{file} is not valid JSON ({error}): download the checkpoint again.") from error
+        raise DFlashError(
+            f"{file} is not valid JSON ({error}): download the checkpoint again."
+        ) from error
     if not isinstance(raw, dict):
         raise DFlashError(f"{file} is not a JSON object: download the checkpoint again.")
     return parse_config(str(folder), raw)
@@ -247,7 +252,11 @@ def expected_weights(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm": (hidden,),
     }
     taps = len(config.target_layer_ids) * config.target_hidden_size
-    shapes = {"fc.weight": (hidden, taps), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes = {
+        "fc.weight": (hidden, taps),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     for index in range(config.num_hidden_layers):
         shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
@@ -268,14 +277,20 @@ def check_weights(config: DraftConfig) -> None:
 
     files = sorted(Path(config.path).glob("*.safetensors"))
     if not files:
-        raise DFlashError(f"{config.path} has no *.safetensors file: download the checkpoint again.")
+        raise DFlashError(
+            f"{config.path} has no *.safetensors file: download the checkpoint again."
+        )
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+                shapes = {
+                    name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()
+                }
         except Exception as error:
-            raise DFlashError(f"{file} cannot be read ({error}): download the checkpoint again.") from error
+            raise DFlashError(
+                f"{file} cannot be read ({error}): download the checkpoint again."
+            ) from error
         for name, shape in shapes.items():
             if canonical_name(name) in found:
                 raise DFlashError(

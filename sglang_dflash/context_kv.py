@@ -7,7 +7,6 @@ kernel norms, rotates and writes them.
 from __future__ import annotations
 
 import torch
-
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -41,8 +40,10 @@ def write_context(
             attention.num_kv_heads,
         )
         return
-    keys, values = context_kv(kv, model.k_norm_weight, eps, cos_sin_cache[positions], attention.num_kv_heads)
-    for layer, k, v in zip(model.layers, keys, values):
+    keys, values = context_kv(
+        kv, model.k_norm_weight, eps, cos_sin_cache[positions], attention.num_kv_heads
+    )
+    for layer, k, v in zip(model.layers, keys, values, strict=False):
         pool.set_kv_buffer(layer.attn, slots, k, v)
 
 

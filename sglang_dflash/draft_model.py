@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
-from torch import nn
-
 from sglang.srt.distributed import get_tensor_model_parallel_world_size
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
@@ -22,6 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.utils import apply_qk_norm
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
+from torch import nn
 
 from sglang_dflash.checkpoint import canonical_name
 from sglang_dflash.errors import DFlashError
@@ -44,7 +43,11 @@ class DFlashAttention(nn.Module):
 
     def __init__(self, config, layer_id: int):
         super().__init__()
-        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        heads, kv_heads, head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         tp_size = get_tensor_model_parallel_world_size()
         self.head_dim = head_dim
         self.num_kv_heads = max(1, kv_heads // tp_size)
@@ -70,13 +73,17 @@ class DFlashAttention(nn.Module):
             attn_type=AttentionType.ENCODER_ONLY,
         )
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
         if isinstance(forward_batch.attn_backend, Fa3BlockAttention) and can_fuse(self):
             return fused_attention(self, positions, x, forward_batch)
         qkv, _ = self.qkv_proj(x)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = apply_qk_norm(q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim)
+        q, k = apply_qk_norm(
+            q=q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim
+        )
         q, k = self.rotary_emb(positions, q, k)
         output, _ = self.o_proj(self.attn(q, k, v, forward_batch))
         return output
@@ -115,7 +122,11 @@ class DFlashLayer(nn.Module):
         return self.self_attn.attn
 
     def forward(
-        self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, forward_batch: ForwardBatch
+        self,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        forward_batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stream and residual, [rows, hidden] each."""
         if residual is None:
@@ -151,13 +162,17 @@ class DFlashDraftModel(nn.Module):
         for name, tensor in weights:
             name = canonical_name(name)
             if name not in missing:
-                raise DFlashError(f"The draft checkpoint has a weight {name} that its config.json has no place for.")
+                raise DFlashError(
+                    f"The draft checkpoint has a weight {name} that its config.json has no place for."
+                )
             missing.remove(name)
             parameter, shard = _parameter_of(name)
             loader = getattr(parameters[parameter], "weight_loader", default_weight_loader)
             loader(parameters[parameter], tensor, *([] if shard is None else [shard]))
         if missing:
-            raise DFlashError(f"The draft checkpoint misses {len(missing)} weights, among them {min(missing)}.")
+            raise DFlashError(
+                f"The draft checkpoint misses {len(missing)} weights, among them {min(missing)}."
+            )
 
     def finish_loading(self, target: nn.Module) -> None:
         """Borrows the target's embedding and LM head, and stacks what context K/V needs."""

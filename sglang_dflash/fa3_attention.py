@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from sglang.srt.layers.radix_attention import AttentionType
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import MethodType
 
 import torch
-from torch import nn
-
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import nn
 
 from sglang_dflash.fa3_attention import Fa3BlockAttention
 from sglang_dflash.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -56,7 +55,9 @@ def fuse_target(model: nn.Module) -> int:
     """
     from sglang.srt.models.qwen3 import Qwen3Attention
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch):
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ):
         if isinstance(forward_batch.attn_backend, Fa3BlockAttention):
             return fused_attention(self, positions, hidden_states, forward_batch)
         return Qwen3Attention.forward(self, positions, hidden_states, forward_batch)

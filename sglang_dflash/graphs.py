@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Iterable, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -65,7 +65,9 @@ class RoundGraphs:
         pages = -(-pair.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Accepted, list]] = {}
-        logger.info("DFLASH fused the attention of %d target layers", fuse_target(pair.target.runner.model))
+        logger.info(
+            "DFLASH fused the attention of %d target layers", fuse_target(pair.target.runner.model)
+        )
         self._capture_all()
 
     def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:
@@ -85,7 +87,11 @@ class RoundGraphs:
             self.rows[batch_size : key.bucket].fill_(self.pair.state.padding_row)
         graph, accepted, _ = self._graphs[key]
         graph.replay()
-        return Accepted(accepted.tokens[:batch_size], accepted.lengths[:batch_size], accepted.bonus_tokens[:batch_size])
+        return Accepted(
+            accepted.tokens[:batch_size],
+            accepted.lengths[:batch_size],
+            accepted.bonus_tokens[:batch_size],
+        )
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
@@ -101,7 +107,10 @@ class RoundGraphs:
         """Whether KV heads alone occupy every multiprocessor, so that splitting keys gains nothing."""
         runner = self.pair.target.runner
         kv_heads = runner.model_config.get_num_kv_heads(runner.tp_size)
-        return bucket * kv_heads >= torch.cuda.get_device_properties(self.rows.device).multi_processor_count
+        return (
+            bucket * kv_heads
+            >= torch.cuda.get_device_properties(self.rows.device).multi_processor_count
+        )
 
     def _capture_all(self) -> None:
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
@@ -119,7 +128,9 @@ class RoundGraphs:
             (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
         )
 
-    def _capture(self, key: Key, pool: Any, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Accepted, list]:
+    def _capture(
+        self, key: Key, pool: Any, stream: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, Accepted, list]:
         draft, target = self._models(key)
         for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
             torch.cuda.synchronize()
@@ -175,4 +186,3 @@ class RoundGraphs:
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:
     """Batch buckets: SGLang's own sizes, as far as the server runs so many requests."""
     return sorted({min(size, max_requests) for size in capture_sizes} or {max_requests})
-

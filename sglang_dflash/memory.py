@@ -19,7 +19,13 @@ _REPLICATED = ("fc.weight",)
 
 def draft_kv_bytes_per_token(config: DraftConfig, tp_size: int, itemsize: int) -> int:
     """Bytes of draft K and V that one KV slot costs on one rank."""
-    return 2 * config.num_hidden_layers * config.kv_heads_per_rank(tp_size) * config.head_dim * itemsize
+    return (
+        2
+        * config.num_hidden_layers
+        * config.kv_heads_per_rank(tp_size)
+        * config.head_dim
+        * itemsize
+    )
 
 
 def draft_weight_bytes(config: DraftConfig, tp_size: int, itemsize: int) -> int:

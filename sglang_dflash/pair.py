@@ -7,7 +7,6 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -62,7 +61,9 @@ class DraftTargetPair:
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         result = self.target_worker.forward_batch_generation(batch)
         hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
-        write_context(self.draft.runner, hidden_states, extend_positions(batch), batch.out_cache_loc)
+        write_context(
+            self.draft.runner, hidden_states, extend_positions(batch), batch.out_cache_loc
+        )
         self.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
         return result
 
@@ -70,7 +71,9 @@ class DraftTargetPair:
         """One round over the requests at `rows` ([bs] int64); see `Round` for the arguments."""
         if self.graphs is not None and (key := self.graphs.key(start_bounds, width)) is not None:
             return self.graphs.replay(key, rows)
-        round = Round.open(self.state, rows, start_bounds, width, self.req_to_token, self.context_len)
+        round = Round.open(
+            self.state, rows, start_bounds, width, self.req_to_token, self.context_len
+        )
         return self.stages(round, self.draft, self.target)
 
     def stages(self, round: Round, draft: BlockModel, target: BlockModel) -> Accepted:
@@ -100,7 +103,9 @@ class DraftTargetPair:
         return RoundGraphs(self, sizes, widths(server_args))
 
 
-def load_draft_model(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict) -> ModelRunner:
+def load_draft_model(
+    server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict
+) -> ModelRunner:
     """Loads the drafter beside the target, over the target's slots (same allocator, same table)."""
     target = target_worker.model_runner
     args = draft_server_args(server_args, target)
@@ -128,13 +133,17 @@ def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArg
     context_len = target.model_config.context_len
     # The context is the target's, however long the drafter's own config says it may be.
     args.context_length = None
-    args.json_model_override_args = f'{{"dflash_context_len": {context_len}, "architectures": ["{ARCHITECTURE}"]}}'
+    args.json_model_override_args = (
+        f'{{"dflash_context_len": {context_len}, "architectures": ["{ARCHITECTURE}"]}}'
+    )
     args.dtype = str(target.model_config.dtype).removeprefix("torch.")
     args.kv_cache_dtype = "auto"
     args.speculative_draft_model_quantization = None
     args.trust_remote_code = False
     args.skip_tokenizer_init = True
-    args.attention_backend = server_args.speculative_draft_attention_backend or server_args.attention_backend
+    args.attention_backend = (
+        server_args.speculative_draft_attention_backend or server_args.attention_backend
+    )
     args.prefill_attention_backend = args.decode_attention_backend = None
     args.speculative_draft_attention_backend = None
     return args
@@ -142,6 +151,6 @@ def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArg
 
 def extend_positions(batch: ModelWorkerBatch) -> torch.Tensor:
     """Position of every token that a prefill batch runs: [sum of extend_seq_lens] int64."""
-    spans = zip(batch.extend_prefix_lens, batch.extend_seq_lens)
+    spans = zip(batch.extend_prefix_lens, batch.extend_seq_lens, strict=False)
     positions = torch.cat([torch.arange(prefix, prefix + length) for prefix, length in spans])
     return positions.to(batch.input_ids.device, non_blocking=True)

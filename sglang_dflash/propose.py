@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
 from sglang_dflash.block_model import BlockModel

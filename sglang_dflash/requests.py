@@ -57,7 +57,9 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
 
     if not isinstance(received, GenerateReqInput):
         return
-    requests = [received] if received.is_single else [received[i] for i in range(received.batch_size)]
+    requests = (
+        [received] if received.is_single else [received[i] for i in range(received.batch_size)]
+    )
     for request in requests:
         given = (manager.preferred_sampling_params or {}) | request.sampling_params
         sampling = manager.sampling_params_class(**given)

@@ -7,10 +7,10 @@ frees the request frees both (`release_kv_cache` of SGLang).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.server_args import get_global_server_args
 from sglang.srt.utils import ceil_align
@@ -38,7 +38,8 @@ def slots_required(reqs: Sequence[Req], page_size: int, overlapped: bool) -> int
     """New slots that the next decode step of `reqs` takes from the allocator, in tokens."""
     lookahead = get_global_server_args().speculative_num_draft_tokens * (1 + overlapped)
     return sum(
-        _reserved_end(req, lookahead, page_size) - ceil_align(req.kv_allocated_len, page_size) for req in reqs
+        _reserved_end(req, lookahead, page_size) - ceil_align(req.kv_allocated_len, page_size)
+        for req in reqs
     )
 
 
@@ -95,7 +96,9 @@ class _Spans:
         spans = torch.tensor(self.spans, dtype=torch.int64)
         lengths = spans[:, 2] - spans[:, 1]
         rows, first = (spans[:, i].repeat_interleave(lengths) for i in (0, 1))
-        offset = torch.arange(self.total) - (torch.cumsum(lengths, 0) - lengths).repeat_interleave(lengths)
+        offset = torch.arange(self.total) - (torch.cumsum(lengths, 0) - lengths).repeat_interleave(
+            lengths
+        )
         cells = torch.stack([rows, first + offset, first])
         if device.type == "cuda":
             cells = cells.pin_memory()

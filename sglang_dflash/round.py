@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.spec_input import DFlashVerifyInput
@@ -67,7 +70,9 @@ class Round:
             slots=torch.where(padding, 0, slots).flatten(),
         )
 
-    def forward_batch(self, runner: ModelRunner, tokens: torch.Tensor, capture: CaptureHiddenMode) -> ForwardBatch:
+    def forward_batch(
+        self, runner: ModelRunner, tokens: torch.Tensor, capture: CaptureHiddenMode
+    ) -> ForwardBatch:
         """The batch with which `runner` runs `tokens` ([bs * width] int64) as the block."""
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
@@ -100,9 +99,19 @@ class DFlashVerifyInput(SpecInput):
         device, lengths = req_pool_indices.device, paged_kernel_lens + self.draft_token_num
         kv_indptr = torch.zeros(batch_size + 1, dtype=torch.int32, device=device)
         kv_indptr[1:] = torch.cumsum(lengths, dim=0)
-        kv_indices = torch.empty(paged_kernel_lens_sum + batch_size * width + 256, dtype=torch.int32, device=device)
-        create_flashinfer_kv_indices_triton[(batch_size,)](
-            req_to_token, req_pool_indices, lengths, kv_indptr, None, kv_indices, req_to_token.shape[1]
+        kv_indices = torch.empty(
+            paged_kernel_lens_sum + batch_size * width + 256, dtype=torch.int32, device=device
         )
-        qo_indptr = torch.arange(0, (batch_size + 1) * width, width, dtype=torch.int32, device=device)
+        create_flashinfer_kv_indices_triton[(batch_size,)](
+            req_to_token,
+            req_pool_indices,
+            lengths,
+            kv_indptr,
+            None,
+            kv_indices,
+            req_to_token.shape[1],
+        )
+        qo_indptr = torch.arange(
+            0, (batch_size + 1) * width, width, dtype=torch.int32, device=device
+        )
         return kv_indices, kv_indptr, qo_indptr, None

@@ -33,4 +33,6 @@ class RequestState:
     def advance(self, rows: torch.Tensor, accepted: Accepted) -> None:
         """After a round over `rows` ([bs] int64)."""
         self.bonus_tokens[rows] = accepted.bonus_tokens
-        self.lengths[rows] = torch.where(rows < self.padding_row, self.lengths[rows] + accepted.lengths, 0)
+        self.lengths[rows] = torch.where(
+            rows < self.padding_row, self.lengths[rows] + accepted.lengths, 0
+        )

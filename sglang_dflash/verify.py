@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Iterator
 
 import torch
-from torch import nn
-
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import nn
 
 from sglang_dflash.block_model import BlockModel
 from sglang_dflash.checkpoint import load_config
@@ -43,9 +42,13 @@ class GreedyHead(nn.Module):
         super().__init__()
         self.vocabulary = (vocabulary,)  # in a tuple, so that it does not register the target again
 
-    def forward(self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *_, **__) -> Verified:
+    def forward(
+        self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *_, **__
+    ) -> Verified:
         tokens = self.vocabulary[0].argmax(hidden_states)
-        return Verified(tokens.view(-1, batch.spec_info.draft_token_num), torch.cat(aux_hidden_states, dim=-1))
+        return Verified(
+            tokens.view(-1, batch.spec_info.draft_token_num), torch.cat(aux_hidden_states, dim=-1)
+        )
 
 
 @contextmanager
@@ -77,7 +80,9 @@ def capture_target_hidden_states(runner: ModelRunner) -> None:
     runner.model.set_eagle3_layers_to_capture(list(config.target_layer_ids))
 
 
-def verify(target: BlockModel, head: GreedyHead, round: Round, draft_tokens: torch.Tensor) -> Verified:
+def verify(
+    target: BlockModel, head: GreedyHead, round: Round, draft_tokens: torch.Tensor
+) -> Verified:
     """Runs the target over the blocks, causally.
 
     Args:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
-
 from sglang.srt.distributed import get_tp_group
+from torch import nn
 
 from sglang_dflash.errors import DFlashError
 
@@ -49,7 +48,9 @@ class BorrowedVocabulary:
 
         Each rank looks at its part of the vocabulary, and one gather of two numbers a row decides.
         """
-        logits = torch.nn.functional.linear(hidden.to(self.head.weight.dtype), self._weight, self._bias)
+        logits = torch.nn.functional.linear(
+            hidden.to(self.head.weight.dtype), self._weight, self._bias
+        )
         value, index = logits.max(dim=-1)
         group = get_tp_group()
         if group.world_size == 1:

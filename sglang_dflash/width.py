@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING, Callable
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -29,7 +28,7 @@ class DFlashWorkerBase:
         server_args: ServerArgs,
         gpu_id: int,
         tp_rank: int,
-        dp_rank: Optional[int],
+        dp_rank: int | None,
         moe_ep_rank: int,
         attn_cp_rank: int,
         moe_dp_rank: int,
@@ -78,9 +77,12 @@ class DFlashWorker(DFlashWorkerBase):
         starts = torch.tensor([req.kv_committed_len for req in batch.reqs])
         accepted = self.pair.round(batch.req_pool_indices, starts, self.next_width())
         lengths, tokens = accepted.lengths.tolist(), accepted.tokens.tolist()
-        taken = [commit_tokens(req, row[:n]) for req, row, n in zip(batch.reqs, tokens, lengths)]
+        taken = [
+            commit_tokens(req, row[:n])
+            for req, row, n in zip(batch.reqs, tokens, lengths, strict=False)
+        ]
         self._advance(batch, accepted.lengths)
-        committed = [token for row, n in zip(tokens, taken) for token in row[:n]]
+        committed = [token for row, n in zip(tokens, taken, strict=False) for token in row[:n]]
         return GenerationBatchResult(
             next_token_ids=torch.tensor(committed, device=batch.device),
             num_accepted_tokens=len(committed) - len(taken),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
@@ -65,7 +64,7 @@ def resolve_round(result: GenerationBatchResult, batch: ScheduleBatch) -> list[l
     lengths = result.accept_lens.tolist()
     rows = result.next_token_ids.view(len(lengths), -1).tolist()
     taken = []
-    for req, row, length in zip(batch.reqs, rows, lengths):
+    for req, row, length in zip(batch.reqs, rows, lengths, strict=False):
         in_vain = req.finished() or req.is_retracted
         taken.append([] if in_vain else row[: commit_tokens(req, row[:length])])
     result.num_rounds = sum(1 for tokens in taken if tokens)

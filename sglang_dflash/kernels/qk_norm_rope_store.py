@@ -53,7 +53,9 @@ def _qk_norm_rope_store(
 
     if first_head >= Q_HEADS + KV_HEADS:
         v_slot = tl.load(slots_ptr + token)
-        v_target = v_cache_ptr + (v_slot * KV_HEADS + first_head - Q_HEADS - KV_HEADS) * 2 * HALF + offset
+        v_target = (
+            v_cache_ptr + (v_slot * KV_HEADS + first_head - Q_HEADS - KV_HEADS) * 2 * HALF + offset
+        )
         tl.store(v_target, x1)
         tl.store(v_target + HALF, x2)
     else:
@@ -143,7 +145,9 @@ def qk_norm_rope_store_reference(
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         first, second = (x32 * weight.float()).to(x.dtype).float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(
+            x.dtype
+        )
 
     k_cache[slots], v_cache[slots] = norm_rope(k, k_weight), v
     return norm_rope(q, q_weight).flatten(1)
