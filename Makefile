@@ -41,7 +41,7 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 	'{"model": "default", "temperature": 0, "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve serve-plain test lint fetch apply unapply refresh check-patches \
+.PHONY: help setup dev serve serve-plain test test-gpu lint fetch apply unapply refresh check-patches \
 	rebase lock tiny-pair clean python
 
 help: ## list the targets
@@ -74,6 +74,11 @@ serve-plain: setup ## the same without speculation
 
 test: setup ## unit tests, tests of the patch queue, tests on a real server
 	@$(BIN)/python -m pytest $(wildcard tests/unit tests/patches tests/server) $(ARGS)
+
+test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so
+	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/unit/test_kernels.py $(ARGS); \
+	else echo "make test-gpu: skipped, because nvidia-smi lists no GPU here"; fi
 
 lint: setup ## ruff check and ruff format --check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark import tables
+from benchmark import tables, traces
 from benchmark.shapes import ROOT
 
 REJECTED = ROOT / "docs" / "rejected.md"
@@ -131,7 +131,8 @@ def _kinds_table(found: tables.Cells) -> list[list[str]]:
             profile = profiles.get((name, concurrency))
             if profile:
                 times = [profile["round_us"], profile["busy_us"]]
-                times += [profile["by_kind"].get(kind, 0.0) for kind in kinds]
+                total = traces.by_kind(profile["kernels"])
+                times += [total.get(kind, 0.0) for kind in kinds]
                 row = [name, str(concurrency), *(f"{us / 1e3:.2f}" for us in times)]
                 table.append([*row, f"{profile['launches']:.0f}"])
     return table

@@ -17,8 +17,9 @@ import requests
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _KINDS = (
+    # FlashAttention's kernels are instances of a CUTLASS template, so they are looked for first.
+    ("attention", re.compile(r"flash::|attention|attn|fmha", re.I)),
     ("matrix products", re.compile(r"nvjet|gemm|cutlass|cublas|splitk|matmul", re.I)),
-    ("attention", re.compile(r"flash|attention|attn|fmha", re.I)),
     ("copies", re.compile(r"memcpy|memset", re.I)),
 )
 _TOP_KERNELS = 40
@@ -52,7 +53,6 @@ class RoundProfile:
         long_gap_share: part of the round in pauses of more than 5 µs, which are not launches
             inside a graph.
         launches: kernels, copies and fills of a round.
-        by_kind: time by kind of kernel; kernels on several streams count more than once.
         kernels: the costliest, with calls a round and µs a round.
         gaps: the costliest pauses by the kernels around them, likewise.
     """
@@ -63,7 +63,6 @@ class RoundProfile:
     idle_share: float
     long_gap_share: float
     launches: float
-    by_kind: dict[str, float]
     kernels: list[dict]
     gaps: list[dict]
 
@@ -146,7 +145,6 @@ def analyse(activities: Sequence[Activity], steps: int, skip: int = 2) -> RoundP
         idle_share=idle / (end - begin),
         long_gap_share=sum(us for us, _, _ in gaps if us > _LONG_GAP_US) / (end - begin),
         launches=len(inside) / rounds,
-        by_kind=_by_kind(inside, rounds),
         kernels=_totals(((a.end - a.start, a.name) for a in inside), rounds)[:_TOP_KERNELS],
         gaps=_totals(((us, f"{_short(a)} → {_short(b)}") for us, a, b in gaps), rounds)[:_TOP_GAPS],
     )
@@ -190,11 +188,12 @@ def pauses(activities: Sequence[Activity], end: float) -> list[tuple[float, str,
     return found
 
 
-def _by_kind(activities: Sequence[Activity], rounds: int) -> dict[str, float]:
+def by_kind(kernels: Sequence[dict]) -> dict[str, float]:
+    """µs a round by kind of kernel, of the kernels that a profile lists."""
     total: dict[str, float] = defaultdict(float)
-    for activity in activities:
-        kind = next((kind for kind, words in _KINDS if words.search(activity.name)), "other")
-        total[kind] += (activity.end - activity.start) / rounds
+    for kernel in kernels:
+        kind = next((kind for kind, words in _KINDS if words.search(kernel["name"])), "other")
+        total[kind] += kernel["us"]
     return dict(total)
 
 

@@ -65,13 +65,6 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     args.speculative_eagle_topk = 1
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
-    logger.info(
-        "DFLASH: drafter %s, block size %d of %d, taps after target layers %s",
-        config.path,
-        args.speculative_num_draft_tokens,
-        config.block_size,
-        list(config.target_layer_ids),
-    )
 
 
 def block_size(args: ServerArgs, config: DraftConfig) -> int:
@@ -166,4 +159,3 @@ def _choose_worker(args: ServerArgs) -> None:
         logger.warning("DFLASH runs without overlap scheduling, because %s=1 is not set.", missing)
     if not all(asked.values()):
         args.disable_overlap_schedule = True
-    logger.info("DFLASH worker: %s", "v1" if args.disable_overlap_schedule else "v2 (overlapped)")

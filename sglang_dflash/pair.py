@@ -151,6 +151,6 @@ def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArg
 
 def extend_positions(batch: ModelWorkerBatch) -> torch.Tensor:
     """Position of every token that a prefill batch runs: [sum of extend_seq_lens] int64."""
-    spans = zip(batch.extend_prefix_lens, batch.extend_seq_lens, strict=False)
+    spans = zip(batch.extend_prefix_lens, batch.extend_seq_lens, strict=True)
     positions = torch.cat([torch.arange(prefix, prefix + length) for prefix, length in spans])
     return positions.to(batch.input_ids.device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ from sglang_dflash.width import width_policy
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 
 class DFlashWorkerBase:
@@ -49,6 +52,14 @@ class DFlashWorkerBase:
         self.next_width = width_policy(server_args)
         self.target_worker = target_worker
         self.pair = DraftTargetPair(server_args, target_worker, ranks)
+        if tp_rank == 0:
+            logger.info(
+                "%s: drafter %s, blocks of %d, attention %s",
+                type(self).__name__,
+                server_args.speculative_draft_model_path,
+                self.width,
+                self.model_runner.server_args.attention_backend,
+            )
 
     @property
     def model_runner(self) -> ModelRunner:
@@ -79,10 +90,10 @@ class DFlashWorker(DFlashWorkerBase):
         lengths, tokens = accepted.lengths.tolist(), accepted.tokens.tolist()
         taken = [
             commit_tokens(req, row[:n])
-            for req, row, n in zip(batch.reqs, tokens, lengths, strict=False)
+            for req, row, n in zip(batch.reqs, tokens, lengths, strict=True)
         ]
         self._advance(batch, accepted.lengths)
-        committed = [token for row, n in zip(tokens, taken, strict=False) for token in row[:n]]
+        committed = [token for row, n in zip(tokens, taken, strict=True) for token in row[:n]]
         return GenerationBatchResult(
             next_token_ids=torch.tensor(committed, device=batch.device),
             num_accepted_tokens=len(committed) - len(taken),

@@ -64,7 +64,7 @@ def resolve_round(result: GenerationBatchResult, batch: ScheduleBatch) -> list[l
     lengths = result.accept_lens.tolist()
     rows = result.next_token_ids.view(len(lengths), -1).tolist()
     taken = []
-    for req, row, length in zip(batch.reqs, rows, lengths, strict=False):
+    for req, row, length in zip(batch.reqs, rows, lengths, strict=True):
         in_vain = req.finished() or req.is_retracted
         taken.append([] if in_vain else row[: commit_tokens(req, row[:length])])
     result.num_rounds = sum(1 for tokens in taken if tokens)

@@ -39,7 +39,7 @@ WORKERS = {
     "v1": {},
     "v2": {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "1"},
 }
-CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1").split(",")
+CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFTER))
 START_SECONDS = 180  # a cold start on a busy machine; an idle one needs about 20
@@ -157,15 +157,18 @@ def tail(log: Path, lines: int = 40) -> str:
 
 
 @contextmanager
-def running(log: Path, *arguments: str, worker: str | None = None) -> Iterator[Server]:
+def running(
+    log: Path, *arguments: str, worker: str | None = None, **variables: str
+) -> Iterator[Server]:
     """Starts a server, waits for its health, ends it with all its processes.
 
     Args:
         worker: name in WORKERS for a server with DFLASH, None for plain decoding.
+        variables: environment variables of the server.
     """
     port = free_port()
     speculation = () if worker is None else DFLASH
-    env = environment(**WORKERS.get(worker, {}))
+    env = environment(**WORKERS.get(worker, {}), **variables)
     with log.open("w") as out:
         process = subprocess.Popen(
             command(*speculation, *arguments, port=port),

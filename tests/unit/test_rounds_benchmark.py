@@ -112,11 +112,22 @@ def test_trace_gives_the_idle_share_of_a_round(tmp_path: Path):
     assert profile.idle_share == pytest.approx(0.2)
     assert profile.long_gap_share == pytest.approx(0.2)
     assert profile.launches == pytest.approx(4)
-    assert profile.by_kind == pytest.approx({"matrix products": 50, "other": 50})
+    assert traces.by_kind(profile.kernels) == pytest.approx({"matrix products": 50, "other": 50})
     kernels = {kernel["name"]: kernel for kernel in profile.kernels}
     assert kernels["small"]["calls"] == pytest.approx(2)
     assert kernels["small"]["us"] == pytest.approx(21)
     assert sum(gap["us"] for gap in profile.gaps) == pytest.approx(20)
+
+
+def test_kinds_of_kernels():
+    names = {
+        "cutlass::device_kernel<flash::FlashAttnFwdSm90<…>>": "attention",
+        "cutlass::Kernel2<gemm>": "matrix products",
+        "flashinfer::norm::FusedAddRMSNormKernel": "other",
+        "Memset (Unknown)": "copies",
+    }
+    for name, kind in names.items():
+        assert traces.by_kind([{"name": name, "us": 2.0}]) == {kind: 2.0}
 
 
 def test_rounds_are_counted_by_a_kernel_that_comes_once_in_each():

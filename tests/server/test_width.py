@@ -1,0 +1,27 @@
+"""The width of a round may change from round to round; what comes out may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.server.checks import accept_length, assert_same
+from tests.server.harness import CHOSEN_WORKERS, Server, running
+
+WIDTHS = (2, 5, 9, 16)
+
+
+@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+def test_random_widths(worker: str, logs: Path, plain: Server, prompts: list[str]) -> None:
+    """Each round draws its width; graphs, reservations and draft KV follow it."""
+    variables = {"SGLANG_DFLASH_RANDOM_WIDTHS": ",".join(map(str, WIDTHS))}
+    log = logs / f"width-{worker}.log"
+    with running(log, "--reasoning-parser", "qwen3", worker=worker, **variables) as server:
+        answers = server.generate_all(prompts[:40], concurrency=8)
+        for prompt, answer in zip(prompts[:40], answers, strict=True):
+            assert_same(answer, plain.reference(prompt))
+        # Narrow rounds commit less, and wide ones still occur.
+        assert 3 < accept_length(answers) < 6.5
+        assert max(len(a["meta_info"]["spec_accept_histogram"]) for a in answers) > 9
+        server.check_idle()
