@@ -28,7 +28,9 @@ def tight(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
 
 def test_retraction(tight: Server, plain: Server, prompts: list[str]) -> None:
     sampling = {"max_new_tokens": ANSWER, "ignore_eos": True}
-    answers = tight.generate_all(prompts[:12], concurrency=12, **sampling)
+    # One batch: on a busy machine, requests of their own might come too late to meet.
+    body = {"text": prompts[:12], "sampling_params": {"temperature": 0} | sampling}
+    answers = tight.post("/generate", body).json()
     assert sum(answer["meta_info"]["total_retractions"] for answer in answers) > 0
     for prompt, answer in zip(prompts[:12], answers, strict=True):
         assert_same(answer, plain.reference(prompt, **sampling))
