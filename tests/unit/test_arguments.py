@@ -115,10 +115,13 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
             "--speculative-draft-model-quantization fp8",
         ),
         ({"tp_size": 3}, "--tp-size 3 does not divide"),
-        ({"attention_backend": "triton"}, "--attention-backend triton cannot run the drafter"),
         (
-            {"speculative_draft_attention_backend": "flashinfer"},
-            "--speculative-draft-attention-backend flashinfer cannot run the drafter",
+            {"attention_backend": "flex_attention"},
+            "--attention-backend flex_attention cannot run the drafter",
+        ),
+        (
+            {"speculative_draft_attention_backend": "trtllm_mha"},
+            "--speculative-draft-attention-backend trtllm_mha cannot run the drafter",
         ),
         ({"is_embedding": True}, "--is-embedding"),
     ],
