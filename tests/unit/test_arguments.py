@@ -116,8 +116,8 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
         ),
         ({"tp_size": 3}, "--tp-size 3 does not divide"),
         (
-            {"attention_backend": "flex_attention"},
-            "--attention-backend flex_attention cannot run the drafter",
+            {"attention_backend": "wave"},
+            "--attention-backend wave cannot run the drafter",
         ),
         (
             {"speculative_draft_attention_backend": "trtllm_mha"},
