@@ -180,7 +180,7 @@ class RoundGraphs:
         round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens)
         draft.attention.prepare()
         target.attention.prepare()
-        return pair.stages(round, draft, target)
+        return pair.stages(round, draft, target)[0]
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

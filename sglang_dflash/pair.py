@@ -7,9 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.server_args import set_global_server_args_for_scheduler
@@ -24,8 +24,9 @@ from sglang_dflash.fa3_attention import can_capture
 from sglang_dflash.kernels.accept import accept_and_advance
 from sglang_dflash.propose import propose
 from sglang_dflash.round import Round
+from sglang_dflash.sampling import Sampling
 from sglang_dflash.state import RequestState
-from sglang_dflash.verify import GreedyHead, verify
+from sglang_dflash.verify import GreedyHead, TappedHead, head_of, verify
 from sglang_dflash.vocabulary import BorrowedVocabulary
 from sglang_dflash.width import widths
 
@@ -58,35 +59,45 @@ class DraftTargetPair:
         Tokens that the radix cache gave are not run: their draft KV lies under the same slots as
         their target KV, from the request that computed them.
         """
-        batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        result = self.target_worker.forward_batch_generation(batch)
-        hidden_states, result.logits_output.hidden_states = result.logits_output.hidden_states, None
+        model = self.target.runner.model
+        tapped = TappedHead(model.logits_processor)
+        with head_of(model, tapped):
+            result = self.target_worker.forward_batch_generation(batch)
         write_context(
-            self.draft.runner, hidden_states, extend_positions(batch), batch.out_cache_loc
+            self.draft.runner, tapped.hidden_states, extend_positions(batch), batch.out_cache_loc
         )
         self.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
         return result
 
-    def round(self, rows: torch.Tensor, start_bounds: torch.Tensor, width: int) -> Accepted:
-        """One round over the requests at `rows` ([bs] int64); see `Round` for the arguments."""
-        if self.graphs is not None and (key := self.graphs.key(start_bounds, width)) is not None:
-            return self.graphs.replay(key, rows)
+    def round(
+        self,
+        rows: torch.Tensor,
+        start_bounds: torch.Tensor,
+        width: int,
+        sampling: Sampling | None = None,
+    ) -> tuple[Accepted, LogitsProcessorOutput | None]:
+        """One round over the requests at `rows` ([bs] int64); see `Round` and `verify`."""
+        if sampling is None and self.graphs is not None:
+            if (key := self.graphs.key(start_bounds, width)) is not None:
+                return self.graphs.replay(key, rows), None
         round = Round.open(
             self.state, rows, start_bounds, width, self.req_to_token, self.context_len
         )
-        return self.stages(round, self.draft, self.target)
+        return self.stages(round, self.draft, self.target, sampling)
 
-    def stages(self, round: Round, draft: BlockModel, target: BlockModel) -> Accepted:
+    def stages(
+        self, round: Round, draft: BlockModel, target: BlockModel, sampling: Sampling | None = None
+    ) -> tuple[Accepted, LogitsProcessorOutput | None]:
         """propose → verify → accept → commit, without a wait between them."""
         draft_tokens = propose(draft, round)
-        verified = verify(target, self.head, round, draft_tokens)
+        verified = verify(target, self.head, round, draft_tokens, sampling)
         if round.rows.is_cuda:
             accepted = accept_and_advance(verified.tokens, draft_tokens, round.rows, self.state)
         else:
             accepted = accept(verified.tokens, draft_tokens)
             self.state.advance(round.rows, accepted)
         commit_context(draft.runner, round, verified)
-        return accepted
+        return accepted, verified.output
 
     def _capture_graphs(self, server_args: ServerArgs) -> RoundGraphs | None:
         if self.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:

@@ -15,28 +15,10 @@ if TYPE_CHECKING:
 
 _WITHOUT = "leave it out, or start the server without --speculative-algorithm DFLASH"
 
-# Sampling parameter, the value that changes nothing, and what a client may do instead.
-_NEUTRAL_SAMPLING = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "logit_bias": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-}
-
 # Request field, the values that ask for nothing.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
-    "return_logprob": (None, False),
-    "return_hidden_states": (None, False),
     "return_routed_experts": (None, False),
-    "custom_logit_processor": (None,),
-    "input_embeds": (None,),
     "lora_path": (None,),
-    "session_params": (None, {}),
     "image_data": (None, []),
     "video_data": (None, []),
     "audio_data": (None, []),
@@ -65,28 +47,25 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
         sampling = manager.sampling_params_class(**given)
         sampling.normalize(manager.tokenizer)
         sampling.verify(manager.model_config.vocab_size)
-        check_request(request, sampling)
+        check_request(request, sampling, manager.server_args.enable_deterministic_inference)
 
 
-def check_request(request: Any, sampling: Any) -> None:
-    """Refuses what DFLASH does not serve yet.
+def check_request(request: Any, sampling: Any, deterministic: bool) -> None:
+    """Refuses what DFLASH does not serve.
 
     Args:
         request: SGLang's `GenerateReqInput` of one request.
-        sampling: its `SamplingParams`, normalised (greedy is `top_k` 1).
+        sampling: its `SamplingParams`, normalised.
+        deterministic: whether the server runs deterministic inference.
 
     Raises:
         DFlashError: names the field and its value, and says what to do.
     """
-    if sampling.top_k != 1:
+    if deterministic and sampling.min_p > 0:
         raise DFlashError(
-            f"temperature {sampling.temperature} is not supported with DFLASH, which only decodes greedily: "
-            "set temperature to 0."
+            f"min_p {sampling.min_p} cannot be drawn with a seed, as deterministic inference does: leave it out, or "
+            "start the server without --enable-deterministic-inference."
         )
-    for name, neutral in _NEUTRAL_SAMPLING.items():
-        value = getattr(sampling, name)
-        if value != neutral and value:
-            raise DFlashError(f"{name} {_short(value)} is not supported with DFLASH: {_WITHOUT}.")
     for name, neutrals in _NEUTRAL_FIELDS.items():
         value = getattr(request, name, None)
         if value not in neutrals:

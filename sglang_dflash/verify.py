@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import nn
@@ -15,6 +17,7 @@ from sglang_dflash.block_model import BlockModel
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.round import Round
+from sglang_dflash.sampling import Sampling
 from sglang_dflash.vocabulary import BorrowedVocabulary
 
 
@@ -23,12 +26,15 @@ class Verified:
     """What the target says about a block.
 
     Attributes:
-        tokens: [bs, width] int64, the target's greedy choice after each row.
+        tokens: [bs, width] int64, the target's choice after each row.
         hidden_states: [bs * width, taps * hidden], outputs of the tapped layers side by side.
+        output: log-probabilities [bs, width] and final hidden states [bs * width, hidden] of the rows, if
+            a request asks for more than the likeliest token.
     """
 
     tokens: torch.Tensor
     hidden_states: torch.Tensor
+    output: LogitsProcessorOutput | None = None
 
 
 class GreedyHead(nn.Module):
@@ -51,9 +57,30 @@ class GreedyHead(nn.Module):
         )
 
 
+class TappedHead(nn.Module):
+    """Takes the place of a target's logits processor to keep the tapped hidden states aside.
+
+    The output is then that of plain decoding, whose hidden states are the last layer's.
+
+    Attributes:
+        hidden_states: [rows, taps * hidden] of the last forward pass.
+    """
+
+    def __init__(self, processor: nn.Module):
+        super().__init__()
+        self.processor = (processor,)
+        self.hidden_states: torch.Tensor | None = None
+
+    def forward(
+        self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *rest: Any
+    ) -> LogitsProcessorOutput:
+        self.hidden_states = torch.cat(aux_hidden_states, dim=-1)
+        return self.processor[0](input_ids, hidden_states, lm_head, batch, None, *rest)
+
+
 @contextmanager
-def greedy_head(model: nn.Module, head: GreedyHead) -> Iterator[None]:
-    """Within it, `model` gives a `Verified` instead of logits."""
+def head_of(model: nn.Module, head: nn.Module) -> Iterator[None]:
+    """Within it, `model` ends with `head` instead of its own logits processor."""
     processor = model.logits_processor
     model.logits_processor = head
     try:
@@ -81,15 +108,30 @@ def capture_target_hidden_states(runner: ModelRunner) -> None:
 
 
 def verify(
-    target: BlockModel, head: GreedyHead, round: Round, draft_tokens: torch.Tensor
+    target: BlockModel,
+    head: GreedyHead,
+    round: Round,
+    draft_tokens: torch.Tensor,
+    sampling: Sampling | None = None,
 ) -> Verified:
-    """Runs the target over the blocks, causally.
+    """Runs the target over the blocks, causally, and chooses a token after every row.
 
     Args:
         draft_tokens: [bs, width - 1] int64.
+        sampling: how to draw; None for the likeliest tokens.
 
     Writes the target's K/V of every row to the round's slots.
     """
     tokens = torch.cat([round.bonus_tokens[:, None], draft_tokens], dim=1).flatten()
-    with greedy_head(target.runner.model, head):
-        return target.run(round, tokens, CaptureHiddenMode.FULL)
+    model = target.runner.model
+    if sampling is None:
+        with head_of(model, head):
+            return target.run(round, tokens, CaptureHiddenMode.FULL)
+    tapped = TappedHead(model.logits_processor)
+    with head_of(model, tapped):
+        output = target.run(round, tokens, CaptureHiddenMode.FULL)
+    chosen = sampling.draw(target.runner.sampler, output, round, draft_tokens)
+    output.next_token_logits = None  # the largest tensor of a round; nobody needs it any more
+    if not sampling.return_hidden_states:
+        output.hidden_states = None
+    return Verified(chosen, tapped.hidden_states, output)

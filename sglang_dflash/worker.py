@@ -10,14 +10,15 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.commit import commit_tokens
+from sglang_dflash.commit import commit_round
 from sglang_dflash.pair import DraftTargetPair
 from sglang_dflash.reserve import reserve
+from sglang_dflash.sampling import Sampling
 from sglang_dflash.spec_input import DFlashDraftInput
 from sglang_dflash.width import width_policy
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,10 @@ class DFlashWorkerBase:
     def model_config(self):
         return self.model_runner.model_config
 
+    def sampling(self, batch: ScheduleBatch | ModelWorkerBatch) -> Sampling | None:
+        """How the next round of a decode batch draws."""
+        return Sampling.of(batch, self.model_runner.server_args.enable_nan_detection)
+
     def clear_cache_pool(self) -> None:
         """Nothing to clear on `/flush_cache`: draft KV lies under the target's slots."""
 
@@ -86,18 +91,16 @@ class DFlashWorker(DFlashWorkerBase):
 
         reserve(batch, self.width)
         starts = torch.tensor([req.kv_committed_len for req in batch.reqs])
-        accepted = self.pair.round(batch.req_pool_indices, starts, self.next_width())
-        lengths, tokens = accepted.lengths.tolist(), accepted.tokens.tolist()
-        taken = [
-            commit_tokens(req, row[:n])
-            for req, row, n in zip(batch.reqs, tokens, lengths, strict=True)
-        ]
+        accepted, output = self.pair.round(
+            batch.req_pool_indices, starts, self.next_width(), self.sampling(batch)
+        )
+        taken = commit_round(batch.reqs, accepted.tokens, accepted.lengths, output)
         self._advance(batch, accepted.lengths)
-        committed = [token for row, n in zip(tokens, taken, strict=True) for token in row[:n]]
+        committed = [token for tokens in taken for token in tokens]
         return GenerationBatchResult(
             next_token_ids=torch.tensor(committed, device=batch.device),
             num_accepted_tokens=len(committed) - len(taken),
-            accept_length_per_req_cpu=[n - 1 for n in taken],
+            accept_length_per_req_cpu=[len(tokens) - 1 for tokens in taken],
         )
 
     @staticmethod

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dflash.commit import commit_tokens
+from sglang_dflash.commit import commit_round
 from sglang_dflash.spec_input import DFlashDraftInput
 from sglang_dflash.worker import DFlashWorkerBase
 
@@ -43,9 +43,11 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
         # The round before this one may still be running: it commits at most a block more.
         bounds = torch.tensor([req.kv_committed_len + self.width for req in batch.reqs])
-        accepted = self.pair.round(batch.req_pool_indices, bounds, self.next_width())
+        accepted, output = self.pair.round(
+            batch.req_pool_indices, bounds, self.next_width(), self.sampling(batch)
+        )
         return GenerationBatchResult(
-            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            logits_output=output or LogitsProcessorOutput(next_token_logits=None),
             next_token_ids=accepted.tokens.flatten(),
             accept_lens=accepted.lengths,
             next_draft_input=next_input,
@@ -53,21 +55,11 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
 
 def resolve_round(result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
-    """Commits a round's tokens to its requests, now that its result is on the host.
-
-    Requests that finished or were retracted since the round was launched take nothing: it ran for
-    nothing and counts nowhere, so accept lengths are those of the worker that does not overlap.
-
-    Returns:
-        The tokens that each request took; empty for a round in vain.
-    """
-    lengths = result.accept_lens.tolist()
-    rows = result.next_token_ids.view(len(lengths), -1).tolist()
-    taken = []
-    for req, row, length in zip(batch.reqs, rows, lengths, strict=True):
-        in_vain = req.finished() or req.is_retracted
-        taken.append([] if in_vain else row[: commit_tokens(req, row[:length])])
-    result.num_rounds = sum(1 for tokens in taken if tokens)
+    """Commits a round to its requests, now that its result is on the host; see `commit_round`."""
+    lengths = result.accept_lens
+    tokens = result.next_token_ids.view(len(lengths), -1)
+    taken = commit_round(batch.reqs, tokens, lengths, result.logits_output)
+    result.num_rounds = sum(map(bool, taken))
     result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
     result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
     return taken
