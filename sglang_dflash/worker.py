@@ -18,6 +18,7 @@ from sglang_dflash.spec_input import DFlashDraftInput
 from sglang_dflash.width import width_policy
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
     from sglang.srt.server_args import ServerArgs
 
@@ -74,6 +75,10 @@ class DFlashWorkerBase:
     def sampling(self, batch: ScheduleBatch | ModelWorkerBatch) -> Sampling | None:
         """How the next round of a decode batch draws."""
         return Sampling.of(batch, self.model_runner.server_args.enable_nan_detection)
+
+    def update_weights_from_tensor(self, request: UpdateWeightsFromTensorReqInput):
+        """New weights are the target's; the drafter keeps its own, as it does from disk."""
+        return self.target_worker.update_weights_from_tensor(request)
 
     def clear_cache_pool(self) -> None:
         """Nothing to clear on `/flush_cache`: draft KV lies under the target's slots."""

@@ -18,7 +18,15 @@ VARIANTS = {
     "page1": ("--enable-metrics",),
     "page16": ("--page-size", "16", "--chunked-prefill-size", "64"),
 }
-COMMON = ("--reasoning-parser", "qwen3")  # counts reasoning tokens
+COMMON = (
+    *("--reasoning-parser", "qwen3"),  # counts reasoning tokens
+    *("--tool-call-parser", "qwen25"),
+    "--enable-custom-logit-processor",
+    "--enable-return-hidden-states",
+    "--enable-priority-scheduling",
+)
+# With overlap the release applies penalties a token late, and how late depends on the load.
+PLAIN = (*COMMON, "--disable-overlap-schedule")
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +36,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _plain(logs: Path) -> Iterator[Server]:
-    with running(logs / "plain.log", *COMMON) as server:
+    with running(logs / "plain.log", *PLAIN) as server:
         yield server
 
 

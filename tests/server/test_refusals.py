@@ -12,7 +12,7 @@ import pytest
 from tests.server.checks import check
 from tests.server.harness import DFLASH, DRAFTER, Server, events, fails_to_start, generate_body
 
-SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+PICTURE = {"image_data": ["picture.png"]}
 
 
 def assert_refused(response: Any, named: str) -> None:
@@ -26,65 +26,40 @@ def assert_sentence(message: str, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "fields", "named"),
+    ("fields", "named"),
     [
-        ({"temperature": 0.8}, {}, "temperature 0.8"),
-        ({"frequency_penalty": 0.5}, {}, "frequency_penalty 0.5"),
-        ({"repetition_penalty": 1.5}, {}, "repetition_penalty 1.5"),
-        ({"min_new_tokens": 3}, {}, "min_new_tokens 3"),
-        ({"logit_bias": {"7": 5}}, {}, "logit_bias {'7': 5}"),
-        ({"regex": "[a-z]+"}, {}, "regex [a-z]+"),
-        ({"json_schema": SCHEMA}, {}, f"json_schema {SCHEMA}"),
-        ({}, {"return_logprob": True}, "return_logprob True"),
+        (PICTURE, "image_data ['picture.png']"),
+        ({"return_routed_experts": True}, "return_routed_experts True"),
     ],
 )
 def test_request(
-    dflash: Server, plain: Server, prompts: list[str], sampling: dict, fields: dict, named: str
+    dflash: Server, plain: Server, prompts: list[str], fields: dict, named: str
 ) -> None:
-    body = generate_body(prompts[0], **sampling) | fields
-    assert_refused(dflash.post("/generate", body), named)
+    assert_refused(dflash.post("/generate", generate_body(prompts[0]) | fields), named)
     check(dflash, plain, prompts[0], max_new_tokens=20)
 
 
 def test_stream(dflash: Server, plain: Server, prompts: list[str]) -> None:
     """The release has answered 200 by the time it looks at the request; the error is an event."""
-    body = generate_body(prompts[0], temperature=0.8) | {"stream": True}
+    body = generate_body(prompts[0]) | PICTURE | {"stream": True}
     (event,) = events(dflash.post("/generate", body, stream=True))
-    assert_sentence(event["error"]["message"], "temperature 0.8")
+    assert_sentence(event["error"]["message"], "image_data")
     check(dflash, plain, prompts[0], max_new_tokens=20)
 
 
 def test_one_bad_request_of_a_batch(dflash: Server, plain: Server, prompts: list[str]) -> None:
-    sampling = [{"temperature": 0}, {"temperature": 0.5}]
-    response = dflash.post("/generate", {"text": prompts[:2], "sampling_params": sampling})
-    assert_refused(response, "temperature 0.5")
+    body = {"text": prompts[:2], "image_data": [None, "picture.png"]}
+    assert_refused(dflash.post("/generate", body), "image_data")
     check(dflash, plain, prompts[1], max_new_tokens=20)
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"temperature": 0.3}, "temperature 0.3"),
-        ({"temperature": 0, "logprobs": True}, "return_logprob True"),
-        ({"temperature": 0, "presence_penalty": 1}, "presence_penalty 1"),
-        ({"temperature": 0, "response_format": {"type": "json_object"}}, "json_schema"),
-    ],
-)
-def test_chat_request(dflash: Server, fields: dict, named: str) -> None:
-    body = {"model": "default", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
-    response = dflash.post("/v1/chat/completions", body | fields)
-    assert response.status_code == 400, response.text
-    assert response.json()["message"].startswith(named), response.text
 
 
 def test_refused_requests_are_forgotten(dflash: Server, prompts: list[str]) -> None:
     """Their ids are free again, so nothing of them is kept; nor does a part of a batch run."""
-    greedy, sampled = {"temperature": 0}, {"temperature": 0.5}
-    batch = {"text": prompts[:3], "rid": ["a", "b", "c"]}
-    refused = dflash.post("/generate", batch | {"sampling_params": [greedy, sampled, greedy]})
+    batch = {"text": prompts[:3], "rid": ["a", "b", "c"], "sampling_params": {"temperature": 0}}
+    refused = dflash.post("/generate", batch | {"image_data": [None, "picture.png", None]})
     assert refused.status_code == 400
     assert dflash.load()["num_reqs"] == 0
-    answered = dflash.post("/generate", batch | {"sampling_params": greedy})
+    answered = dflash.post("/generate", batch)
     assert answered.status_code == 200, answered.text
 
 

@@ -1,9 +1,12 @@
 """What a request takes of a round: real requests of the release."""
 
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.commit import commit_tokens
+from sglang_dflash.commit import commit_round, commit_tokens
 
 EOS = 2
 
@@ -84,3 +87,89 @@ def test_aborted_request_takes_one_token() -> None:
     req.to_finish = FINISH_ABORT()
     assert commit_tokens(req, [11, 12, 13]) == 1
     assert req.finished_reason.to_json()["type"] == "abort"
+
+
+class Counting:
+    """A grammar that takes the numbers from 11 on and ends after `last`."""
+
+    def __init__(self, last: int):
+        self.next, self.last, self.finished = 11, last, False
+
+    def accept_token(self, token: int) -> None:
+        if token != self.next:
+            raise ValueError(f"{token} is not {self.next}")
+        self.next += 1
+
+    def is_terminated(self) -> bool:
+        return self.next > self.last
+
+
+def test_grammar_advances_with_what_is_taken() -> None:
+    req = request(max_new_tokens=50)
+    req.grammar = Counting(last=90)
+    assert commit_tokens(req, [11, 12, 13]) == 3
+    assert req.grammar.next == 14
+    assert not req.grammar.finished
+
+
+def test_end_of_a_grammar_shows_a_token_later() -> None:
+    """As in plain decoding, which looks for the end before it feeds the token."""
+    req = request(max_new_tokens=50)
+    req.grammar = Counting(last=12)
+    assert commit_tokens(req, [11, 12, 13, 14]) == 3
+    assert req.finished_reason.to_json() == {"type": "stop", "matched": 13}
+    assert req.grammar.finished
+
+
+def test_token_against_the_grammar_aborts_the_request() -> None:
+    req = request(max_new_tokens=50)
+    req.grammar = Counting(last=90)
+    assert commit_tokens(req, [11, 99, 13, 14]) == 3
+    reason = req.finished_reason.to_json()
+    assert reason["type"] == "abort"
+    assert reason["message"] == "The grammar does not accept token 99: 99 is not 12"
+
+
+def output(rows: int) -> LogitsProcessorOutput:
+    """Row r has log-probability -r, top tokens r and r + 1, and hidden state [r, r]."""
+    ids = torch.arange(rows)
+    return LogitsProcessorOutput(
+        next_token_logits=None,
+        next_token_logprobs=-ids.float().view(-1, 4),
+        next_token_top_logprobs_val=[torch.tensor([-r, -r - 1.0]) for r in range(rows)],
+        next_token_top_logprobs_idx=[torch.tensor([r, r + 1]) for r in range(rows)],
+        next_token_token_ids_logprobs_val=[torch.tensor([float(r)]) for r in range(rows)],
+        next_token_token_ids_logprobs_idx=[[7] for _ in range(rows)],
+        hidden_states=torch.stack([ids, ids], dim=1),
+    )
+
+
+def test_what_a_request_wants_to_know() -> None:
+    """Of the tokens it took, in its own rows; a request that asks for nothing gets nothing."""
+    silent, asking = request(max_new_tokens=50), request(max_new_tokens=3)
+    asking.return_logprob, asking.top_logprobs_num, asking.token_ids_logprob = True, 2, [7]
+    asking.return_hidden_states, asking.hidden_states = True, []
+    for name in ("token", "top", "token_ids"):
+        kind = "token_logprobs" if name == "token" else f"{name}_logprobs"
+        setattr(asking, f"output_{kind}_val", [])
+        setattr(asking, f"output_{kind}_idx", [])
+    tokens = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]])
+    taken = commit_round([silent, asking], tokens, torch.tensor([4, 3]), output(8))
+    assert taken == [[11, 12, 13, 14], [21, 22]]
+    assert asking.output_token_logprobs_val == [-4, -5]
+    assert asking.output_token_logprobs_idx == [21, 22]
+    assert asking.output_top_logprobs_val == [[-4, -5], [-5, -6]]
+    assert asking.output_top_logprobs_idx == [[4, 5], [5, 6]]
+    assert asking.output_token_ids_logprobs_val == [[4], [5]]
+    assert asking.output_token_ids_logprobs_idx == [[7], [7]]
+    assert asking.hidden_states == [[4, 4], [5, 5]]
+    assert not silent.return_logprob
+
+
+@pytest.mark.parametrize("state", ["finished", "retracted"])
+def test_round_in_vain(state: str) -> None:
+    req = request(max_new_tokens=1 if state == "finished" else 9)
+    req.check_finished()
+    req.is_retracted = state == "retracted"
+    assert commit_round([req], torch.tensor([[11, 12]]), torch.tensor([2]), None) == [[]]
+    assert req.output_ids == [10] and req.spec_verify_ct == 0

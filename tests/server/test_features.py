@@ -1,0 +1,123 @@
+"""Every kind of request: the answer of plain decoding, or a sentence; and the table that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.checks import assert_speculated
+from tests.server.features import GREEDY, REFUSED, Feature, Prompt, comparable
+from tests.server.harness import CHOSEN_WORKERS, ROOT, Server
+
+TABLE = ROOT / "docs" / "features.md"
+# 200 prompts a feature take minutes; the figure is in the table's foreword when they were asked.
+PROMPTS = int(os.environ.get("DFLASH_TEST_PROMPTS", "16"))
+TOLERANCE = 1e-3  # log-probabilities and hidden states of rows that ran together or alone
+
+OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
+
+
+@pytest.fixture(scope="module")
+def asked(prompts: list[str], problems: list[dict], tokenizer) -> list[Prompt]:
+    """Held-out problems, those of the other tests last."""
+    return [
+        Prompt(problem["question"], text, tokenizer.encode(text))
+        for problem, text in zip(problems, prompts, strict=True)
+    ][200 : 200 + PROMPTS]
+
+
+def answers(server: Server, feature: Feature, asked: list[Prompt]) -> list[Any]:
+    """Eight at a time; one at a time from an empty cache if the answer shows what was cached."""
+    if feature.fresh:
+        assert server.post("/flush_cache").status_code == 200
+        return [feature.ask(server, prompt) for prompt in asked[:6]]
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda prompt: feature.ask(server, prompt), asked))
+
+
+_expected: dict[Feature, list[Any]] = {}
+
+
+@pytest.fixture
+def expected(feature: Feature, plain: Server, asked: list[Prompt]) -> list[Any]:
+    """What plain decoding answers, asked once."""
+    key = (feature.group, feature.name)
+    if key not in _expected:
+        _expected[key] = answers(plain, feature, asked)
+    return _expected[key]
+
+
+@pytest.mark.parametrize("feature", GREEDY, ids=lambda f: f"{f.group}-{f.name}")
+def test_equal(
+    feature: Feature, dflash: Server, asked: list[Prompt], expected: list[Any], request
+) -> None:
+    got = answers(dflash, feature, asked)
+    for mine, plain in zip(got, expected, strict=True):
+        assert not isinstance(plain, str), plain
+        assert_equal(comparable(mine), comparable(plain))
+    if feature.speculates and feature.path == "/generate":
+        last = got[0][-1] if isinstance(got[0], list) else got[0]
+        assert_speculated(last)
+    note(feature, request, "equal")
+
+
+@pytest.mark.parametrize("feature", REFUSED, ids=lambda f: f"{f.group}-{f.name}")
+def test_refused(feature: Feature, dflash: Server, asked: list[Prompt], request) -> None:
+    text = feature.ask(dflash, asked[0])
+    assert isinstance(text, str), "it was served"
+    sentence = json.loads(text)["error"]["message"]
+    assert sentence.endswith(".") and "not supported with DFLASH" in sentence
+    note(feature, request, f"refused: {sentence}")
+
+
+def note(feature: Feature, request: pytest.FixtureRequest, outcome: str) -> None:
+    worker = request.node.callspec.params["dflash"]
+    OUTCOMES.setdefault((feature.group, feature.name), {})[worker] = outcome
+
+
+def assert_equal(mine: Any, plain: Any, path: str = "answer") -> None:
+    """Equal, but numbers that are not whole only within the tolerance."""
+    if isinstance(plain, dict):
+        assert mine.keys() == plain.keys(), path
+        for name in plain:
+            assert_equal(mine[name], plain[name], f"{path}.{name}")
+    elif isinstance(plain, list):
+        assert len(mine) == len(plain), path
+        for index, (left, right) in enumerate(zip(mine, plain, strict=True)):
+            assert_equal(left, right, f"{path}[{index}]")
+    elif isinstance(plain, float):
+        assert mine == pytest.approx(plain, abs=TOLERANCE, rel=TOLERANCE), path
+    else:
+        assert mine == plain, path
+
+
+def table() -> Iterator[str]:
+    yield "# What is served\n"
+    yield "Made by `tests/server/test_features.py`, which sends every kind of request to real"
+    yield "servers: plain decoding (`--disable-overlap-schedule`) and both workers of DFLASH. *Equal*"
+    yield "means the same tokens, text, end and counts for every prompt, and log-probabilities and"
+    yield f"hidden states within {TOLERANCE:g}. Draws without a seed: `losslessness.md`.\n"
+    yield "With overlap, plain decoding of the release applies penalties a token late, and how late"
+    yield "depends on the load. DFLASH applies them on time in both workers.\n"
+    yield "| | request | " + " | ".join(CHOSEN_WORKERS) + " |"
+    yield "|---|---|" + "---|" * len(CHOSEN_WORKERS)
+    for feature in (*GREEDY, *REFUSED):
+        outcome = OUTCOMES[feature.group, feature.name]
+        cells = " | ".join(outcome[worker] for worker in CHOSEN_WORKERS)
+        yield f"| {feature.group} | {feature.name} | {cells} |"
+
+
+def test_table(request: pytest.FixtureRequest) -> None:
+    """The table in the docs is what was just seen; DFLASH_WRITE_DOCS=1 writes it."""
+    if len(OUTCOMES) < len(GREEDY) + len(REFUSED) or len(CHOSEN_WORKERS) < 2:
+        pytest.skip("only some of the features were run")
+    text = "\n".join(table()) + "\n"
+    if os.environ.get("DFLASH_WRITE_DOCS"):
+        Path(TABLE).write_text(text)
+    assert TABLE.read_text() == text, "run this file with DFLASH_WRITE_DOCS=1"

@@ -1,0 +1,127 @@
+"""Masks along a drafted block against a grammar that is fed one token after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.constrained.outlines_backend import OutlinesGrammarBackend
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from transformers import AutoTokenizer
+
+from sglang_dflash.grammar import is_allowed, vocabulary_mask
+from tests.server.harness import TARGET
+
+PATTERN = "(the|many) [0-9]{1,3}"
+BACKENDS = ("xgrammar", "llguidance", "outlines")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture(scope="module")
+def vocab_size(tokenizer) -> int:
+    return len(tokenizer)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest, tokenizer, vocab_size: int) -> BaseGrammarBackend:
+    eos = [tokenizer.eos_token_id]
+    if request.param == "xgrammar":
+        return XGrammarGrammarBackend(tokenizer, vocab_size, eos)
+    if request.param == "llguidance":
+        return GuidanceBackend(tokenizer)
+    return OutlinesGrammarBackend(tokenizer, whitespace_pattern=None)
+
+
+def allowed(grammar, vocab_size: int) -> list[bool] | None:
+    """Tokens that a grammar allows next; None if it has ended and allows what it likes."""
+    if grammar.is_terminated():
+        return None
+    mask = grammar.allocate_vocab_mask(vocab_size, 1, "cpu")
+    mask.fill_(-1 if mask.dtype == torch.int32 else 0)
+    grammar.fill_vocab_mask(mask, 0)
+    return [is_allowed(mask[0], token) for token in range(vocab_size)]
+
+
+def rows_of(mask: torch.Tensor, vocab_size: int) -> list[list[bool]]:
+    return [[is_allowed(row, token) for token in range(vocab_size)] for row in mask]
+
+
+def check(make, before: list[int], drafts: list[int], accepted: int, vocab_size: int) -> None:
+    """Rows up to the first draft that is not allowed are right, and the grammar stays in place."""
+    grammar, stepped = make(), make()
+    for token in before:
+        grammar.accept_token(token)
+        stepped.accept_token(token)
+    mask, _ = vocabulary_mask([None, grammar], [[0] * len(drafts), drafts], vocab_size, "cpu")
+    rows, width = rows_of(mask, vocab_size), len(drafts) + 1
+    assert all(map(all, rows[:width])), "a request without a grammar is masked"
+    for row, token in zip(rows[width:], [*drafts, None], strict=True):
+        expected = allowed(stepped, vocab_size)
+        assert row == (expected or [True] * vocab_size)
+        if not accepted:
+            break
+        accepted -= 1
+        stepped.accept_token(token)
+    fresh = make()
+    for token in before:
+        fresh.accept_token(token)
+    assert allowed(grammar, vocab_size) == allowed(fresh, vocab_size)
+
+
+def test_drafts_inside(backend: BaseGrammarBackend, tokenizer, vocab_size: int) -> None:
+    drafts = tokenizer.encode("the 12", add_special_tokens=False)
+    check(lambda: regex(backend), [], drafts, len(drafts), vocab_size)
+
+
+def test_after_some_output(backend: BaseGrammarBackend, tokenizer, vocab_size: int) -> None:
+    ids = tokenizer.encode("many 345", add_special_tokens=False)
+    check(lambda: regex(backend), ids[:2], ids[2:], len(ids) - 2, vocab_size)
+
+
+def test_draft_that_is_not_allowed(backend: BaseGrammarBackend, tokenizer, vocab_size: int) -> None:
+    good = tokenizer.encode("the", add_special_tokens=False)
+    bad = tokenizer.encode("+ 12 12", add_special_tokens=False)
+    check(lambda: regex(backend), [], good + bad, len(good), vocab_size)
+
+
+def test_draft_past_the_end(backend: BaseGrammarBackend, tokenizer, vocab_size: int) -> None:
+    ids = tokenizer.encode("the 123", add_special_tokens=False)
+    eos = tokenizer.eos_token_id
+    grammar = regex(backend)
+    for token in [*ids, eos]:
+        grammar.accept_token(token)
+    steps = len(ids) + 1 if grammar.is_terminated() else len(ids)
+    check(lambda: regex(backend), [], [*ids, eos, ids[0], ids[0]], steps, vocab_size)
+
+
+def test_while_it_reasons(backend: BaseGrammarBackend, tokenizer, vocab_size: int) -> None:
+    """Free until the end of reasoning, which may lie inside the block."""
+    end = tokenizer.encode("day", add_special_tokens=False)[0]
+
+    def make() -> ReasonerGrammarObject:
+        grammar = ReasonerGrammarObject(regex(backend), end)
+        grammar.maybe_init_reasoning(True)
+        return grammar
+
+    ids = tokenizer.encode("the 12", add_special_tokens=False)
+    drafts = [ids[0], end, *ids]
+    grammar = make()
+    mask, _ = vocabulary_mask([grammar], [drafts], vocab_size, "cpu")
+    rows = rows_of(mask, vocab_size)
+    assert all(rows[0]) and all(rows[1])
+    stepped = regex(backend)
+    for row, token in zip(rows[2:], [*ids, None], strict=True):
+        assert row == allowed(stepped, vocab_size)
+        if token is not None:
+            stepped.accept_token(token)
+    assert grammar.tokens_after_think_end == -1
+
+
+def regex(backend: BaseGrammarBackend):
+    return backend.dispatch_regex(PATTERN).copy()
