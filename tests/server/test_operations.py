@@ -54,13 +54,13 @@ def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) ->
 
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with the last layer's output turned down, so that it says something else."""
+    """The target with one layer turned around, so that it says something else."""
     folder = tmp_path_factory.mktemp("weights") / "target"
     shutil.copytree(TARGET, folder)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         names = [name for name in tensors if name.endswith("mlp.down_proj.weight")]
-        tensors[max(names)] *= 0.5
+        tensors[max(names)] *= -1.0
         save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
