@@ -12,6 +12,21 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 
 
+def compiled_or_invalid(
+    compile_grammar: Callable, key: tuple[str, str], require_reasoning: bool
+) -> BaseGrammarObject:
+    """Compiles a grammar; one that the backend stumbles over refuses its request.
+
+    The scheduler reads the result in its loop, where an error would end it for everybody.
+    """
+    from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+
+    try:
+        return compile_grammar(key, require_reasoning)
+    except Exception as error:  # backends raise whatever their parsers do
+        return InvalidGrammarObject(f"{type(error).__name__}: {error}")
+
+
 def vocabulary_mask(
     grammars: list[BaseGrammarObject | None],
     drafts: list[list[int]],

@@ -9,6 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.parameters import (
+    check_embeddings,
+    check_indices,
+    check_lengths,
+    check_processor,
+    check_types,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -23,6 +30,19 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "video_data": (None, []),
     "audio_data": (None, []),
 }
+
+
+def check_received(received: Any) -> None:
+    """Refuses what cannot be read, before SGLang reads it.
+
+    Raises:
+        DFlashError: see `check_types` and `check_lengths`.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    if isinstance(received, GenerateReqInput):
+        check_types(received.sampling_params)
+        check_lengths(received)
 
 
 def check_requests(manager: TokenizerManager, received: Any) -> None:
@@ -47,6 +67,10 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
         sampling = manager.sampling_params_class(**given)
         sampling.normalize(manager.tokenizer)
         sampling.verify(manager.model_config.vocab_size)
+        if manager.server_args.enable_custom_logit_processor:
+            check_processor(request.custom_logit_processor)
+        check_embeddings(request.input_embeds, manager.model_config.hidden_size)
+        check_indices(request, sampling, manager.model_config.vocab_size)
         check_request(request, sampling, manager.server_args.enable_deterministic_inference)
 
 

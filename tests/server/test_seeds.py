@@ -60,9 +60,7 @@ def draw(server: Server, prompts: list[str], **sampling: object) -> list[dict]:
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("worker", CHOSEN_WORKERS)
-def test_seeded_draws(
-    worker: str, sampling: dict, servers: Callable, prompts: list[str]
-) -> None:
+def test_seeded_draws(worker: str, sampling: dict, servers: Callable, prompts: list[str]) -> None:
     expected = draw(servers(None), prompts[:24], **sampling)
     answers = draw(servers(worker), prompts[:24], **sampling)
     for answer, reference in zip(answers, expected, strict=True):

@@ -1,0 +1,160 @@
+"""`python -m sglang_dflash.soak URL`: a bounded random mix of requests, and a report.
+
+Concurrency swings from 1 to 32 in waves. After each wave the server is idle: its slots must all be
+free once the cache is flushed. Exit status 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import requests
+from transformers import AutoTokenizer
+
+from sglang_dflash.soak.client import Client, Wrong
+from sglang_dflash.soak.traffic import Mix, Traffic
+
+
+@dataclass
+class Report:
+    """What happened.
+
+    Attributes:
+        memory: (seconds, MB) of the server's processes after each wave.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    waves: int = 0
+    seconds: float = 0
+
+    def slope(self) -> float | None:
+        """Growth of resident memory in the second half, MB a minute; None if it was not watched."""
+        late = [(t, mb) for t, mb in self.memory if t > self.seconds / 2]
+        if len(late) < 3:
+            return None
+        times, sizes = np.array(late).T
+        return float(np.polyfit(times / 60, sizes, 1)[0])
+
+    def as_json(self) -> dict:
+        return {
+            "requests": sum(self.outcomes.values()),
+            "outcomes": dict(self.outcomes),
+            "wrong": self.wrong,
+            "waves": self.waves,
+            "seconds": round(self.seconds, 1),
+            "memory_mb": [self.memory[0][1], self.memory[-1][1]] if self.memory else None,
+            "memory_slope_mb_per_minute": self.slope(),
+        }
+
+
+def soak(client: Client, mix: Mix, options: argparse.Namespace) -> Report:
+    """Waves until the time or the number of requests is reached, or the server is gone."""
+    report, begin = Report(), time.monotonic()
+    while report.seconds < options.seconds and sum(report.outcomes.values()) < options.requests:
+        concurrency = mix.random.randint(1, options.max_concurrency)
+        wave = [mix.request(options.malformed) for _ in range(4 * concurrency)]
+        with ThreadPoolExecutor(concurrency) as pool:
+            for outcome in pool.map(lambda traffic: send(client, traffic), wave):
+                kind, _, message = outcome.partition(": ")
+                report.outcomes[kind] += 1
+                if message:
+                    report.wrong.append(message)
+        report.waves += 1
+        report.wrong += idle_troubles(client)
+        report.seconds = time.monotonic() - begin
+        if options.pid:
+            report.memory.append((report.seconds, resident_mb(options.pid)))
+        if len(report.wrong) > 20:
+            break
+    return report
+
+
+def send(client: Client, traffic: Traffic) -> str:
+    """The outcome in a word, and after a colon what was wrong."""
+    try:
+        return client.send(traffic)
+    except Wrong as wrong:
+        return f"wrong: {wrong}"
+    except requests.RequestException as error:
+        return f"lost: {traffic.body!s:.300} got no answer: {error}"
+
+
+def idle_troubles(client: Client) -> list[str]:
+    """What keeps a server that nobody asks from being empty."""
+    deadline = time.monotonic() + 30
+    try:
+        while (load := client.load())["num_reqs"] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if load["num_reqs"]:
+            return [f"{load['num_reqs']} requests never ended"]
+        if not client.flush():
+            return ["/flush_cache was refused by an idle server"]
+        if tokens := client.load()["num_tokens"]:
+            return [f"{tokens} KV slots leaked"]
+    except requests.RequestException as error:
+        return [f"the server is gone: {error}"]
+    return []
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process and its children."""
+    process = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True))) / 1e6
+
+
+def mix_for(url: str, prompts: Path, seed: int) -> Mix:
+    """Requests with the prompts of a file, for the model that a server serves."""
+    info = requests.get(f"{url}/get_model_info", timeout=30).json()
+    card = requests.get(f"{url}/v1/models", timeout=30).json()["data"][0]
+    tokenizer = AutoTokenizer.from_pretrained(info["model_path"])
+    questions = [json.loads(line)["question"] for line in prompts.open()][:200]
+    ids = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in questions
+    ]
+    return Mix(seed, ids, card["max_model_len"], len(tokenizer))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.soak", description=__doc__)
+    parser.add_argument("url", help="of the server, on this machine")
+    parser.add_argument("--plain", help="URL of the same model without speculation, for parity")
+    parser.add_argument("--prompts", type=Path, default=Path("checkpoints/tiny/data/test.jsonl"))
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--requests", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--max-concurrency", type=int, default=32)
+    parser.add_argument("--malformed", type=float, default=0.05, help="share of the requests")
+    parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write the report as JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    mix = mix_for(options.url, options.prompts, options.seed)
+    report = soak(Client(options.url, options.plain), mix, options)
+    text = json.dumps(report.as_json(), indent=2)
+    if options.output:
+        options.output.write_text(text + "\n")
+    print(text)
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
