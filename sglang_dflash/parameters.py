@@ -143,7 +143,7 @@ def check_embeddings(embeddings: list[list[float]] | None, hidden_size: int) -> 
     for row in embeddings or ():
         if len(row) != hidden_size:
             raise DFlashError(
-                f"input_embeds has a row of {len(row)} numbers, but the model's hidden size is {hidden_size}: send rows "
+                f"input_embeds has a row of {len(row)} numbers, but the model is {hidden_size} wide: send rows "
                 "of that length."
             )
 
