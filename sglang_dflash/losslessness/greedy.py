@@ -140,13 +140,15 @@ def _common(first: list[int], second: list[int]) -> int:
 def _weigh(
     plain: Client, index: int, prompt: list[int], ids: list[int], at: int, chosen: int
 ) -> Divergence:
+    # The speculated token as the last of a prompt: the release's `token_ids_logprob` would do, but
+    # ends a server that runs other requests in the same batch.
     meta = plain.generate(
-        prompt + ids[:at],
+        prompt + ids[: at + 1],
         {"temperature": 0, "max_new_tokens": 1},
         return_logprob=True,
         top_logprobs_num=2,
-        token_ids_logprob=[ids[at]],
+        logprob_start_len=len(prompt) + at - 1,
     )["meta_info"]
-    best, second = (entry[0] for entry in meta["output_top_logprobs"][0])
-    speculated = meta["output_token_ids_logprobs"][0][0][0]
+    speculated = meta["input_token_logprobs"][-1][0]
+    best, second = (entry[0] for entry in meta["input_top_logprobs"][-1])
     return Divergence(index, at, ids[at], chosen, best - speculated, best - second)

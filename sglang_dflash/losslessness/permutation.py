@@ -13,23 +13,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import false_discovery_control
+from scipy.stats import combine_pvalues, false_discovery_control
 
 END = -1  # fills a run after its end, so that lengths are compared too
-RARE = 5  # values seen less often in both arms together count as one
+RARE = 5  # values that both arms together have less often count as one
 ENOUGH = 20  # permutations at least as extreme as what was seen, after which no more are drawn
 CHUNK = 256  # permutations drawn at once
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """That both arms agree in one respect.
+    """That both arms have the same distribution of one thing.
 
     Attributes:
-        kind: `token` (its distribution at `position`), `pair` (of the tokens at `position` - 1 and
-            `position`), or `run` (all of those together).
-        position: 0-based; None for `run`.
-        p: of the permutation test, at most 1 and never 0.
+        kind: `token`, or `pair` of adjacent tokens.
+        position: 0-based, of the token or the second of the pair; None: counted over all positions.
+        p: of the permutation test, never 0.
     """
 
     kind: str
@@ -37,48 +36,58 @@ class Hypothesis:
     p: float
 
 
-def categories(values: np.ndarray) -> np.ndarray:
-    """One-hot columns of the values that occur, the rare ones together in the last.
+def count(values: np.ndarray) -> np.ndarray:
+    """How often a run has each value, the rare values together in the last column.
 
     What is rare depends on both arms together, which no permutation changes.
 
     Args:
-        values: [runs] int64.
+        values: [runs, places] int64.
 
     Returns:
-        [runs, categories] float32; a single column if the runs do not differ.
+        [runs, categories] float32, without columns in which all runs are equal.
     """
-    _, codes, counts = np.unique(values, return_inverse=True, return_counts=True)
-    common = np.flatnonzero(counts >= RARE)
-    columns = codes[:, None] == common[None, :]
-    rest = ~columns.any(axis=1, keepdims=True)
-    return np.hstack([columns, rest] if rest.any() else [columns]).astype(np.float32)
+    runs, places = values.shape
+    _, codes, totals = np.unique(values, return_inverse=True, return_counts=True)
+    common = totals >= RARE
+    # Codes of the common values from 0, and one beyond them for the rest.
+    codes = np.where(common, common.cumsum() - 1, common.sum())[codes.reshape(-1)]
+    categories = int(common.sum()) + 1
+    flat = np.repeat(np.arange(runs), places) * categories + codes
+    table = np.bincount(flat, minlength=runs * categories).reshape(runs, categories)
+    return table[:, (table != table[0]).any(axis=0)].astype(np.float32)
 
 
 class Tables:
-    """Contingency tables (arm x value) of every token and every pair of adjacent tokens.
+    """What is counted in each run: every token and pair, at each position and over all of them.
 
     Attributes:
-        keys: (kind, position) of each table; positions at which the runs do not differ have none.
-        columns: [runs, sum of the tables' categories] float32, one-hot.
+        keys: (kind, position) of each table; one in which all runs are equal is left out.
+        sizes: columns of each table.
+        columns: [runs, sum of sizes] float32.
     """
 
     def __init__(self, runs: np.ndarray):
-        positions = runs.shape[1]
-        named = [(("token", t), runs[:, t]) for t in range(positions)]
         # A pair of ids as one number; ids fit into 32 bits.
-        pairs = (runs[:, :-1] + 1 << 32) + runs[:, 1:] + 1
-        named += [(("pair", t + 1), pairs[:, t]) for t in range(positions - 1)]
-        tables = [(key, categories(values)) for key, values in named]
-        tables = [(key, table) for key, table in tables if table.shape[1] > 1]
-        self.keys = [key for key, _ in tables]
-        self.sizes = np.array([table.shape[1] for _, table in tables], dtype=np.int64)
+        kinds = {"token": runs, "pair": ((runs[:, :-1] + 1) << 32) + runs[:, 1:] + 1}
+        tables: dict[tuple[str, int | None], np.ndarray] = {}
+        for first, (kind, values) in enumerate(kinds.items()):
+            for place in range(values.shape[1]):
+                tables[kind, place + first] = count(values[:, place : place + 1])
+            tables[kind, None] = count(values)
+        tables = {key: table for key, table in tables.items() if table.shape[1]}
+        self.keys = list(tables)
+        self.sizes = np.array([table.shape[1] for table in tables.values()], dtype=np.int64)
         empty = np.empty((len(runs), 0), dtype=np.float32)
-        self.columns = np.hstack([table for _, table in tables]) if tables else empty
-        self.totals = self.columns.sum(axis=0, dtype=np.float64)
+        self.columns = np.hstack([empty, *tables.values()])
+        self.means = self.columns.mean(axis=0, dtype=np.float64)
+        self.variances = self.columns.var(axis=0, dtype=np.float64)
 
-    def chi_square(self, labels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Pearson's statistic of the chosen tables.
+    def statistics(self, labels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Sum over a table's columns of the squared z-score of the first arm's count.
+
+        A column's variance is the exact one under permutation, so it does not matter whether a run
+        has a value once or many times.
 
         Args:
             labels: [assignments, runs] float32, 1 for the first arm.
@@ -91,22 +100,16 @@ class Tables:
         first = labels[0].sum(dtype=np.float64)
         wanted = np.repeat(chosen, self.sizes)
         counts = (labels @ self.columns[:, wanted]).astype(np.float64)
-        totals = self.totals[wanted]
-        terms = (counts - totals * (first / runs)) ** 2 / totals
+        variances = self.variances[wanted] * first * (runs - first) / (runs - 1)
+        squares = (counts - first * self.means[wanted]) ** 2 / variances
         starts = np.cumsum(self.sizes[chosen]) - self.sizes[chosen]
-        scale = runs * runs / (first * (runs - first))
-        return np.add.reduceat(terms, starts, axis=1) * scale
-
-    def standardised(self, statistics: np.ndarray) -> np.ndarray:
-        """[assignments, tables] → [assignments], the sum over tables of about unit variance."""
-        freedom = self.sizes - 1
-        return ((statistics - freedom) / np.sqrt(2 * freedom)).sum(axis=1)
+        return np.add.reduceat(squares, starts, axis=1)
 
 
 def compare_runs(
     first: np.ndarray, second: np.ndarray, permutations: int, rng: np.random.Generator
 ) -> list[Hypothesis]:
-    """p-values of every token, every pair, and the runs as a whole.
+    """p-values of all tables of a cell.
 
     Sequential Monte Carlo p-values (Besag and Clifford 1991, Biometrika 78, 301): permutations are
     drawn until `ENOUGH` are at least as extreme as the data, then p is their share; else p is
@@ -120,46 +123,31 @@ def compare_runs(
         Nothing for positions at which no two runs differ: there is nothing to test there.
     """
     tables = Tables(np.vstack([first, second]).astype(np.int64))
-    if not tables.keys:
-        return []
     labels = np.repeat(np.array([1, 0], dtype=np.float32), [len(first), len(second)])
-    p = _sequential(tables, labels, permutations, rng)
-    keys = [*tables.keys, ("run", None)]
-    return [Hypothesis(*key, float(value)) for key, value in zip(keys, p, strict=True)]
+    p = _sequential(tables, labels, permutations, rng) if tables.keys else []
+    return [Hypothesis(*key, float(value)) for key, value in zip(tables.keys, p, strict=True)]
 
 
 def _sequential(
     tables: Tables, labels: np.ndarray, permutations: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """p-values of all tables, and last of their standardised sum."""
-    everything = np.ones(len(tables.keys), dtype=bool)
-    seen = _with_sum(tables, tables.chi_square(labels[None], everything))[0]
-    slack = 1e-9 * np.maximum(np.abs(seen), 1)  # equal tables may differ in the last bit
+    """[tables] p-values."""
+    seen = tables.statistics(labels[None], np.ones(len(tables.keys), dtype=bool))[0]
+    seen -= 1e-9 * np.maximum(np.abs(seen), 1)  # equal tables may differ in the last bit
     p = np.full(len(seen), np.nan)
-    exceeded = np.zeros(len(seen), dtype=np.int64)
+    extreme = np.zeros(len(seen), dtype=np.int64)
     drawn = 0
     for chunk in _assignments(labels, permutations, rng):
         active = np.isnan(p)
         if not active.any():
             break
-        # Their sum needs all tables.
-        chosen = everything if active[-1] else active[:-1]
-        statistics = tables.chi_square(chunk, chosen)
-        index = np.flatnonzero(chosen)
-        if active[-1]:
-            statistics, index = _with_sum(tables, statistics), np.arange(len(seen))
-        extreme = statistics >= (seen - slack)[index]
-        running = exceeded[index] + np.cumsum(extreme, axis=0)
-        stopped = (running[-1] >= ENOUGH) & active[index]
-        at = drawn + 1 + (running[:, stopped] >= ENOUGH).argmax(axis=0)
-        p[index[stopped]] = ENOUGH / at
-        exceeded[index] = running[-1]
+        more = np.cumsum(tables.statistics(chunk, active) >= seen[active], axis=0)
+        reached = extreme[active] + more >= ENOUGH  # [chunk, active]
+        at = drawn + 1 + reached.argmax(axis=0)
+        p[active] = np.where(reached[-1], ENOUGH / at, np.nan)
+        extreme[active] += more[-1]
         drawn += len(chunk)
-    return np.where(np.isnan(p), (exceeded + 1) / (drawn + 1), p)
-
-
-def _with_sum(tables: Tables, statistics: np.ndarray) -> np.ndarray:
-    return np.hstack([statistics, tables.standardised(statistics)[:, None]])
+    return np.where(np.isnan(p), (extreme + 1) / (drawn + 1), p)
 
 
 def _assignments(
@@ -169,6 +157,11 @@ def _assignments(
     for start in range(0, permutations, CHUNK):
         size = min(CHUNK, permutations - start)
         yield rng.permuted(np.tile(labels, (size, 1)), axis=1)
+
+
+def combine(p: Sequence[float]) -> float:
+    """One p-value of independent ones (Fisher): small if many of them are a little too small."""
+    return float(combine_pvalues(p, method="fisher").pvalue)
 
 
 def enough_permutations(hypotheses: int, q: float) -> int:

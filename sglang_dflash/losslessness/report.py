@@ -147,13 +147,13 @@ def arm_lines(name: str, arm: Arm) -> list[str]:
 
 
 def discovery_table(found: list[Discovery]) -> list[str]:
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    def shown(value: float | None, form: str = "", none: str = "-") -> str:
+        return none if value is None else format(value, form)
 
     rows = [
-        (d.prompt, d.setting, d.kind, "all" if d.position is None else d.position)
-        + (number(d.adjusted, ".2g"), number(d.again, ".2g"))
-        + ("-" if d.token is None else d.token, number(d.first, ".1%"), number(d.second, ".1%"))
+        (shown(d.prompt, none="all"), shown(d.setting, none="all"), d.kind)
+        + (shown(d.position, none="all"), shown(d.adjusted, ".2g"), shown(d.again, ".2g"))
+        + (shown(d.token), shown(d.first, ".1%"), shown(d.second, ".1%"))
         for d in found[:SHOWN]
     ]
     header = ("prompt", "setting", "kind", "position", "p", "p again", "token", "first", "second")

@@ -18,17 +18,18 @@ from tqdm import tqdm
 from sglang_dflash.losslessness.client import Client, ask_all, verify_steps
 from sglang_dflash.losslessness.permutation import (
     END,
-    Hypothesis,
+    combine,
     compare_runs,
     discoveries,
     enough_permutations,
 )
 
 COPIES = 8  # runs a request asks for; requests are shuffled, so batches mix prompts and settings
-CONFIRMED_CELLS = 4  # cells drawn anew for confirmation: those with the strongest discoveries
 
 Cell = tuple[int, int]  # prompt, setting
 Runs = dict[Cell, np.ndarray]  # [runs, positions] int64
+# Prompt, setting, kind, position. Without position: over all of them; without cell: over all of them.
+Key = tuple[int | None, int | None, str, int | None]
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Discovery:
-    """Where the arms differ.
+    """Where the arms differ; see `Key` and `Hypothesis`.
 
     Attributes:
         adjusted: p after Benjamini and Hochberg.
         token, first, second: the token whose share differs most there, its share in either arm;
-            None for a whole run.
-        again: adjusted p in fresh runs; None if its cell was not drawn anew.
+            None for all cells together.
+        again: adjusted p in fresh runs.
     """
 
-    prompt: int
-    setting: int
+    prompt: int | None
+    setting: int | None
     kind: str
     position: int | None
     p: float
@@ -76,6 +77,10 @@ class Discovery:
     first: float | None = None
     second: float | None = None
     again: float | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.prompt, self.setting, self.kind, self.position
 
 
 @dataclass(frozen=True)
@@ -201,56 +206,68 @@ def judge_arm(
 ) -> Arm:
     """Tests one arm, and tests discoveries again on fresh runs."""
     positions = next(iter(first.values())).shape[1]
-    permutations = enough_permutations(len(first) * 2 * positions, q)
-    tested = [
-        (cell, hypothesis)
-        for cell in tqdm(first, desc=f"permutations, {name}", disable=None, leave=False)
-        for hypothesis in compare_runs(first[cell], second[cell], permutations, rng)
-    ]
-    adjusted, found = discoveries([hypothesis.p for _, hypothesis in tested], q)
+    permutations = enough_permutations(len(first) * 2 * positions + 2, q)
+    p = p_values(name, first, second, permutations, rng)
+    adjusted, found = discoveries(list(p.values()), q)
     made = [
-        discovery(cell, hypothesis, float(value), first[cell], second[cell])
-        for (cell, hypothesis), value, is_found in zip(tested, adjusted, found, strict=True)
+        discovery(key, p[key], float(value), first, second)
+        for key, value, is_found in zip(p, adjusted, found, strict=True)
         if is_found
     ]
     made.sort(key=lambda d: d.p)
     smallest = float(adjusted.min()) if len(adjusted) else None
     if made:
-        made = confirm(made, fresh, q, rng)
-    return Arm(name, len(tested), permutations, smallest, q, made)
+        made = confirm(name, made, list(first), fresh, q, rng)
+    return Arm(name, len(p), permutations, smallest, q, made)
+
+
+def p_values(
+    name: str, first: Runs, second: Runs, permutations: int, rng: np.random.Generator
+) -> dict[Key, float]:
+    """Of every hypothesis of every cell, and of all cells together."""
+    p: dict[Key, float] = {}
+    for cell in tqdm(first, desc=f"permutations, {name}", disable=None, leave=False):
+        for hypothesis in compare_runs(first[cell], second[cell], permutations, rng):
+            p[(*cell, hypothesis.kind, hypothesis.position)] = hypothesis.p
+    for kind in ("token", "pair"):
+        whole = [value for key, value in p.items() if key[2:] == (kind, None)]
+        if whole:
+            p[None, None, kind, None] = combine(whole)
+    return p
 
 
 def confirm(
-    made: list[Discovery], fresh: Source, q: float, rng: np.random.Generator
+    name: str,
+    made: list[Discovery],
+    cells: list[Cell],
+    fresh: Source,
+    q: float,
+    rng: np.random.Generator,
 ) -> list[Discovery]:
-    """Tests the strongest discoveries again, they alone, on runs that know nothing of the first."""
-    cells = list(dict.fromkeys((d.prompt, d.setting) for d in made))[:CONFIRMED_CELLS]
-    chosen = {(d.prompt, d.setting, d.kind, d.position) for d in made}
-    first, second = fresh(cells)
-    permutations = enough_permutations(len(chosen), q)
-    p = {
-        (*cell, hypothesis.kind, hypothesis.position): hypothesis.p
-        for cell in cells
-        for hypothesis in compare_runs(first[cell], second[cell], permutations, rng)
-    }
+    """Tests what was discovered again, that alone, on runs that know nothing of the first."""
+    found = {d.key for d in made}
+    if not any(key[0] is None for key in found):  # all cells together need all of them
+        cells = list(dict.fromkeys(key[:2] for key in found))
+    permutations = enough_permutations(len(found), q)
+    p = p_values(f"{name}, again", *fresh(cells), permutations, rng)
     # A hypothesis without a p: nothing differs there any more.
-    keys = [key for key in chosen if key[:2] in cells]
-    adjusted, _ = discoveries([p.get(key, 1.0) for key in keys], q)
-    again = dict(zip(keys, adjusted.tolist(), strict=True))
-    return [replace(d, again=again.get((d.prompt, d.setting, d.kind, d.position))) for d in made]
+    adjusted, _ = discoveries([p.get(d.key, 1.0) for d in made], q)
+    return [replace(d, again=float(again)) for d, again in zip(made, adjusted, strict=True)]
 
 
-def discovery(
-    cell: Cell, hypothesis: Hypothesis, adjusted: float, first: np.ndarray, second: np.ndarray
-) -> Discovery:
+def discovery(key: Key, p: float, adjusted: float, first: Runs, second: Runs) -> Discovery:
     """The discovery, with the token that shows it best."""
-    made = Discovery(*cell, hypothesis.kind, hypothesis.position, hypothesis.p, adjusted)
-    if hypothesis.position is None:
+    made = Discovery(*key, p, adjusted)
+    prompt, setting, _, position = key
+    if prompt is None:
         return made
-    shares = [Counter(runs[:, hypothesis.position].tolist()) for runs in (first, second)]
+    cell = (prompt, setting)
+    where = slice(None) if position is None else slice(position, position + 1)
+    sides = [Counter(runs[cell][:, where].ravel().tolist()) for runs in (first, second)]
+    totals = [side.total() for side in sides]
     share = {
-        token: (shares[0][token] / len(first), shares[1][token] / len(second))
-        for token in set(shares[0]) | set(shares[1])
+        token: tuple(side[token] / total for side, total in zip(sides, totals, strict=True))
+        for token in sides[0] | sides[1]
     }
     token = max(share, key=lambda t: abs(share[t][0] - share[t][1]))
     return replace(made, token=token, first=share[token][0], second=share[token][1])
