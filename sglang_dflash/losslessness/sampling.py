@@ -206,7 +206,7 @@ def judge_arm(
 ) -> Arm:
     """Tests one arm, and tests discoveries again on fresh runs."""
     positions = next(iter(first.values())).shape[1]
-    permutations = enough_permutations(len(first) * 2 * positions + 2, q)
+    permutations = enough_permutations(len(first) * (2 * positions + 1) + 2, q)
     p = p_values(name, first, second, permutations, rng)
     adjusted, found = discoveries(list(p.values()), q)
     made = [
