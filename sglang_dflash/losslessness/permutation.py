@@ -16,6 +16,7 @@ import numpy as np
 from scipy.stats import combine_pvalues, false_discovery_control
 
 END = -1  # fills a run after its end, so that lengths are compared too
+KINDS = ("token", "pair", "likelihood")
 RARE = 5  # values that both arms together have less often count as one
 ENOUGH = 20  # permutations at least as extreme as what was seen, after which no more are drawn
 CHUNK = 256  # permutations drawn at once
@@ -26,7 +27,7 @@ class Hypothesis:
     """That both arms have the same distribution of one thing.
 
     Attributes:
-        kind: `token`, or `pair` of adjacent tokens.
+        kind: `token`, `pair` of adjacent tokens, or `likelihood` of whole runs.
         position: 0-based, of the token or the second of the pair; None: counted over all positions.
         p: of the permutation test, never 0.
     """
@@ -58,6 +59,37 @@ def count(values: np.ndarray) -> np.ndarray:
     return table[:, (table != table[0]).any(axis=0)].astype(np.float32)
 
 
+def likelihood(runs: np.ndarray) -> np.ndarray:
+    """How ordinary each run is, by the frequencies of pairs in the runs of both arms.
+
+    A single number, so it shows what is spread thinly over many values: too high or too low a
+    temperature, a filter that is ignored.
+
+    Args:
+        runs: [runs, positions] int64.
+
+    Returns:
+        [runs, 1] float32: log-likelihood of the run under the first-order Markov chain that has
+        the frequencies of all runs, in whole steps: their sums are exact, and ties remain ties. No
+        column if all runs are equal.
+    """
+    after = np.hstack([np.full((len(runs), 1), END - 1), runs[:, :-1]])  # a start mark
+    pairs = ((after + 2) << 32) + runs + 2
+    logs = np.log(_frequencies(pairs)) - np.log(_frequencies(after))
+    score = np.where(after == END, 0, logs).sum(axis=1, keepdims=True)
+    spread = float(np.ptp(score))
+    if spread < 1e-9:
+        return np.empty((len(runs), 0), dtype=np.float32)
+    steps = 2**23 // len(runs)  # float32 holds whole numbers up to 2**24
+    return np.round((score - score.min()) / spread * steps).astype(np.float32)
+
+
+def _frequencies(values: np.ndarray) -> np.ndarray:
+    """How often each value occurs among all of them: the same shape."""
+    _, codes, totals = np.unique(values, return_inverse=True, return_counts=True)
+    return totals[codes.reshape(values.shape)]
+
+
 class Tables:
     """What is counted in each run: every token and pair, at each position and over all of them.
 
@@ -75,6 +107,7 @@ class Tables:
             for place in range(values.shape[1]):
                 tables[kind, place + first] = count(values[:, place : place + 1])
             tables[kind, None] = count(values)
+        tables["likelihood", None] = likelihood(runs)
         tables = {key: table for key, table in tables.items() if table.shape[1]}
         self.keys = list(tables)
         self.sizes = np.array([table.shape[1] for table in tables.values()], dtype=np.int64)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from sglang_dflash.losslessness.client import Client, ask_all, verify_steps
 from sglang_dflash.losslessness.permutation import (
     END,
+    KINDS,
     combine,
     compare_runs,
     discoveries,
@@ -206,7 +207,7 @@ def judge_arm(
 ) -> Arm:
     """Tests one arm, and tests discoveries again on fresh runs."""
     positions = next(iter(first.values())).shape[1]
-    permutations = enough_permutations(len(first) * (2 * positions + 1) + 2, q)
+    permutations = enough_permutations(len(first) * (2 * positions + 2) + len(KINDS), q)
     p = p_values(name, first, second, permutations, rng)
     adjusted, found = discoveries(list(p.values()), q)
     made = [
@@ -229,7 +230,7 @@ def p_values(
     for cell in tqdm(first, desc=f"permutations, {name}", disable=None, leave=False):
         for hypothesis in compare_runs(first[cell], second[cell], permutations, rng):
             p[(*cell, hypothesis.kind, hypothesis.position)] = hypothesis.p
-    for kind in ("token", "pair"):
+    for kind in KINDS:
         whole = [value for key, value in p.items() if key[2:] == (kind, None)]
         if whole:
             p[None, None, kind, None] = combine(whole)

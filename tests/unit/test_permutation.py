@@ -17,6 +17,7 @@ from sglang_dflash.losslessness.permutation import (
     count,
     discoveries,
     enough_permutations,
+    likelihood,
 )
 from sglang_dflash.losslessness.sampling import padded
 
@@ -43,6 +44,18 @@ def test_end_fills_short_answers() -> None:
     assert padded([[1, 2, 3], [4], []], 2).tolist() == [[1, 2], [4, END], [END, END]]
 
 
+def test_likelihood() -> None:
+    runs = np.array([[1, 1, 1], [1, 1, 1], [1, END, END], [2, 1, 1]])
+    # Tokens after 1: five times 1 and once the end; nothing counts after the end.
+    logs = [np.log(3 / 4 * 5 / 6 * 5 / 6), np.log(3 / 4 / 6), np.log(1 / 4 * 5 / 6)]
+    score = likelihood(runs)[:, 0]
+    assert score[0] == score[1] == score.max()
+    assert score[2] == 0
+    steps = 2**23 // 4
+    assert score[3] == pytest.approx(steps * (logs[2] - logs[1]) / (logs[0] - logs[1]), abs=1)
+    assert likelihood(np.ones((4, 3), dtype=np.int64)).shape == (4, 0)
+
+
 def brute_force_statistic(values: np.ndarray, first: tuple[int, ...]) -> float:
     """Sum of squared z-scores, the moments taken over all assignments."""
     runs = len(values)
@@ -62,8 +75,9 @@ def test_against_all_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Tables(values[:, None])
     labels = np.array([[1, 1, 1, 1, 0, 0, 0, 0, 0]], dtype=np.float32)
     seen = brute_force_statistic(values, (0, 1, 2, 3))
-    assert table.keys == [("token", 0), ("token", None)]  # a single position has no pairs
-    statistics = table.statistics(labels, np.array([True, True]))
+    # A single position has no pairs.
+    assert table.keys == [("token", 0), ("token", None), ("likelihood", None)]
+    statistics = table.statistics(labels, np.array([True, True, False]))
     assert statistics == pytest.approx(np.array([[seen, seen]]))
     exact = np.mean(
         [
