@@ -17,7 +17,7 @@ from scipy.stats import combine_pvalues, false_discovery_control
 
 END = -1  # fills a run after its end, so that lengths are compared too
 KINDS = ("token", "pair", "likelihood")
-RARE = 5  # values that both arms together have less often count as one
+RARE = 0.02  # values that both arms together have less often than this, by run, count as one
 ENOUGH = 20  # permutations at least as extreme as what was seen, after which no more are drawn
 CHUNK = 256  # permutations drawn at once
 
@@ -50,7 +50,7 @@ def count(values: np.ndarray) -> np.ndarray:
     """
     runs, places = values.shape
     _, codes, totals = np.unique(values, return_inverse=True, return_counts=True)
-    common = totals >= RARE
+    common = totals >= RARE * runs
     # Codes of the common values from 0, and one beyond them for the rest.
     codes = np.where(common, common.cumsum() - 1, common.sum())[codes.reshape(-1)]
     categories = int(common.sum()) + 1
@@ -117,10 +117,11 @@ class Tables:
         self.variances = self.columns.var(axis=0, dtype=np.float64)
 
     def statistics(self, labels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Sum over a table's columns of the squared z-score of the first arm's count.
+        """Weighted distance of the first arm's counts from those expected of it.
 
-        A column's variance is the exact one under permutation, so it does not matter whether a run
-        has a value once or many times.
+        The squared distance in a column is divided by its standard deviation under permutation,
+        which lies between dividing by the variance, where the many rare values drown a fault in the
+        few likely ones, and not dividing, where the likely ones drown the others.
 
         Args:
             labels: [assignments, runs] float32, 1 for the first arm.
@@ -134,9 +135,9 @@ class Tables:
         wanted = np.repeat(chosen, self.sizes)
         counts = (labels @ self.columns[:, wanted]).astype(np.float64)
         variances = self.variances[wanted] * first * (runs - first) / (runs - 1)
-        squares = (counts - first * self.means[wanted]) ** 2 / variances
+        distances = (counts - first * self.means[wanted]) ** 2 / np.sqrt(variances)
         starts = np.cumsum(self.sizes[chosen]) - self.sizes[chosen]
-        return np.add.reduceat(squares, starts, axis=1)
+        return np.add.reduceat(distances, starts, axis=1)
 
 
 def compare_runs(

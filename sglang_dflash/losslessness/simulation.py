@@ -117,14 +117,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for flag, default in (("prompts", 8), ("runs", 256), ("positions", 32), ("experiments", 20)):
         parser.add_argument(f"--{flag}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--fault", choices=FAULTS, action="append", help="default: all")
     parser.add_argument("--q", type=float, default=0.05, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
     print("| fault | discovered at first look | rejected |\n|---|---|---|")
-    for name, fault in FAULTS.items():
+    for name in options.fault or FAULTS:
         rng = np.random.default_rng(options.seed)
         size = options.prompts, options.runs, options.positions, options.q
-        first, rejected = rates([experiment(fault, *size, rng) for _ in range(options.experiments)])
+        first, rejected = rates(
+            [experiment(FAULTS[name], *size, rng) for _ in range(options.experiments)]
+        )
         print(f"| {name} | {first:.1%} | {rejected:.1%} |", flush=True)
 
 

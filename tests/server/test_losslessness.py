@@ -16,10 +16,11 @@ from tests.server import harness
 from tests.server.harness import CHOSEN_WORKERS, DRAFTER, PAIR, TARGET, Server, running
 
 PROBLEMS, OPENINGS = PAIR / "data" / "test.jsonl", PAIR / "data" / "openings.jsonl"
-# 4 prompts x 2 settings x 16 positions x 64 runs: a fault of the size of the negative controls shows.
+# 2 prompts x 2 settings x 8 positions x 256 runs. In six trials the smallest adjusted p of the biased
+# sampler was at most 0.003 at first look and 0.0002 when looked at again.
 LEAN = (
-    *("--mode", "sampling", "--limit", "4", "--runs", "64", "--positions", "16"),
-    *("--setting", '{"temperature": 1.0}', "--setting", '{"temperature": 0.8, "top_p": 0.95}'),
+    *("--mode", "sampling", "--limit", "2", "--runs", "256", "--positions", "8"),
+    *("--setting", '{"temperature": 0.8}', "--setting", '{"temperature": 0.8, "top_p": 0.95}'),
 )
 FAULTY = "sglang_dflash.losslessness.faulty_server"
 
@@ -140,8 +141,8 @@ def test_plain_sampling_passes(plain: Server, compare: Compare) -> None:
     status, report = compare(OPENINGS, *urls(plain, plain), "--any-server", *LEAN)
     assert status == PASSED
     for arm in ("null", "test"):
-        # 8 cells with 16 tokens, 15 pairs and their sums: most have something to test.
-        assert report["sampling"][arm]["hypotheses"] > 150
+        # 4 cells with 8 tokens, 7 pairs and 3 of whole runs; each opening fixes a token or two.
+        assert report["sampling"][arm]["hypotheses"] > 50
 
 
 @pytest.mark.xfail(strict=True, reason="DFLASH refuses temperature > 0")
