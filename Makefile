@@ -5,6 +5,9 @@ PORT  ?= 30000
 MODEL ?= checkpoints/tiny/target
 DRAFT ?= checkpoints/tiny/drafter
 ARGS  ?=
+# What `make losslessness` compares them on, and its own options.
+PROMPTS ?= checkpoints/tiny/data/openings.jsonl
+COMPARE ?=
 
 # --- where and with what ------------------------------------------------------------------------
 BUILD ?= build
@@ -41,13 +44,13 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 	'{"model": "default", "temperature": 0, "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve serve-plain test test-gpu lint fetch apply unapply refresh check-patches \
+.PHONY: help setup dev serve serve-plain test test-gpu losslessness lint fetch apply unapply refresh check-patches \
 	rebase lock tiny-pair clean python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 	| awk -F'|' '{printf "  %-14s %s\n", $$1, $$2}'
-	@echo "Variables: PORT MODEL DRAFT ARGS (serve), ACCEL=cpu|cuda, PYTHON, DEV=1 (as make dev)"
+	@echo "Variables: PORT MODEL DRAFT ARGS (serve), PROMPTS COMPARE (losslessness), ACCEL=cpu|cuda, PYTHON, DEV=1 (as make dev)"
 
 python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 with the module venv was found:" \
@@ -79,6 +82,10 @@ test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/unit/test_kernels.py $(ARGS); \
 	else echo "make test-gpu: skipped, because nvidia-smi lists no GPU here"; fi
+
+losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; see docs/losslessness.md
+	@env $(ENV_$(ACCEL)) $(BIN)/python -m sglang_dflash.losslessness --prompts $(PROMPTS) \
+	--model-path $(MODEL) --draft-model-path $(DRAFT) $(COMPARE) -- $(SERVER_$(ACCEL)) $(ARGS)
 
 lint: setup ## ruff check and ruff format --check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

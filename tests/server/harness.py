@@ -41,16 +41,19 @@ WORKERS = {
 }
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
+LAUNCHER = ("sglang.launch_server",)
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFTER))
 START_SECONDS = 180  # a cold start on a busy machine; an idle one needs about 20
 REQUEST_SECONDS = 120
 END_SECONDS = 30  # the release looks every 5 s whether it may end
 
 
-def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:
+def command(
+    *arguments: str, port: int, target: Path = TARGET, launcher: Sequence[str] = LAUNCHER
+) -> list[str]:
     """The command line of a server; later arguments win over the machine's."""
     machine, tokens = _MACHINE[DEVICE]
-    launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target)]
+    launch = [sys.executable, "-m", *launcher, "--model-path", str(target)]
     # A scheduler that polls all the time would take a core from the server that is asked.
     common = ["--port", str(port), "--max-total-tokens", str(tokens), "--sleep-on-idle"]
     return [*launch, *machine, *common, "--max-running-requests", "16", *arguments]
@@ -158,12 +161,17 @@ def tail(log: Path, lines: int = 40) -> str:
 
 @contextmanager
 def running(
-    log: Path, *arguments: str, worker: str | None = None, **variables: str
+    log: Path,
+    *arguments: str,
+    worker: str | None = None,
+    launcher: Sequence[str] = LAUNCHER,
+    **variables: str,
 ) -> Iterator[Server]:
     """Starts a server, waits for its health, ends it with all its processes.
 
     Args:
         worker: name in WORKERS for a server with DFLASH, None for plain decoding.
+        launcher: module that is run, and arguments that must come first.
         variables: environment variables of the server.
     """
     port = free_port()
@@ -171,7 +179,7 @@ def running(
     env = environment(**WORKERS.get(worker, {}), **variables)
     with log.open("w") as out:
         process = subprocess.Popen(
-            command(*speculation, *arguments, port=port),
+            command(*speculation, *arguments, port=port, launcher=launcher),
             env=env,
             stdout=out,
             stderr=subprocess.STDOUT,
