@@ -118,7 +118,7 @@ def test_broken_accept_rule_fails(compare: Compare, logs: Path, monkeypatch, cap
     assert "BROKEN" not in (logs / "accept" / "plain.log").read_text()
 
 
-@pytest.fixture(scope="module", params=[None])
+@pytest.fixture(scope="module", params=CHOSEN_WORKERS[-1:])
 def biased(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
     """A server with a biased sampler, by worker."""
     log = logs / f"sampler-{request.param}.log"
@@ -145,7 +145,6 @@ def test_plain_sampling_passes(plain: Server, compare: Compare) -> None:
         assert report["sampling"][arm]["hypotheses"] > 50
 
 
-@pytest.mark.xfail(strict=True, reason="DFLASH refuses temperature > 0")
 def test_sampling(dflash: Server, plain: Server, compare: Compare) -> None:
     status, report = compare(OPENINGS, *urls(dflash, plain), *LEAN)
     assert status == PASSED

@@ -1,0 +1,51 @@
+"""A minute of random requests, valid and malformed, on each worker; and that a soak sees trouble."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_dflash.soak.__main__ import Report, mix_for, parse, send, soak
+from sglang_dflash.soak.client import Client
+from sglang_dflash.soak.traffic import RAW, WRONG_FIELDS, WRONG_SAMPLING, Traffic
+from tests.server.harness import PAIR, Server
+
+PROMPTS = PAIR / "data" / "test.jsonl"
+
+
+def test_soak(dflash: Server, plain: Server) -> None:
+    """No answer wrong, none missing, all slots free after every wave; all kinds of ends seen."""
+    options = parse([dflash.url, "--seconds", "60", "--malformed", "0.25"])
+    options.pid = dflash.process.pid
+    mix = mix_for(dflash.url, PROMPTS, seed=3)
+    report = soak(Client(dflash.url, plain.url), mix, options)
+    assert report.wrong == []
+    assert set(report.outcomes) == {"whole", "equal", "refused", "left", "aborted"}
+    assert dflash.process.poll() is None
+
+
+def test_everything_malformed(dflash: Server, prompts: list[str], tokenizer) -> None:
+    """Each thing that can be wrong, once: a 4xx with a sentence, and the server goes on."""
+    client, prompt = Client(dflash.url, None), tokenizer.encode(prompts[0])
+    bodies: list[dict | bytes] = list(RAW)
+    for name, value in WRONG_SAMPLING:
+        bodies.append({"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, name: value}})
+    for name, value in WRONG_FIELDS:
+        bodies.append({"input_ids": prompt, "return_logprob": True} | {name: value})
+    outcomes = [send(client, Traffic(body, "refused")) for body in bodies]
+    assert outcomes == ["refused"] * len(bodies)
+
+
+def test_a_wrong_answer_is_seen(dflash: Server, plain: Server) -> None:
+    """Parity against a server that was asked something else fails."""
+    client = Client(dflash.url, plain.url)
+    traffic = mix_for(dflash.url, PROMPTS, seed=4).parity()
+    assert send(client, traffic) == "equal"
+    (key,) = client._known
+    client._known[key] = client._known[key][:-1] + [5]
+    assert send(client, traffic).startswith("wrong: ")
+
+
+def test_slope() -> None:
+    report = Report(seconds=600, memory=[(t, 900 + t / 60) for t in range(0, 600, 20)])
+    assert report.slope() == pytest.approx(1.0)
+    assert Report(seconds=10).slope() is None
