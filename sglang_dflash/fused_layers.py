@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from types import MethodType
 
 import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -23,8 +24,13 @@ from sglang_dflash.kernels.skinny_matmul import product, product_swiglu
 
 
 def can_fuse_layers(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers are what `run_layers` computes: whole, unquantized, without biases."""
-    return all(can_fuse(layer.self_attn) and _is_plain(layer) for layer in layers)
+    """Whether layers are what `run_layers` computes: whole, unquantized, without biases.
+
+    Deterministic inference wants products that round alike however many rows they have; these do not.
+    """
+    return not is_batch_invariant_mode_enabled() and all(
+        can_fuse(layer.self_attn) and _is_plain(layer) for layer in layers
+    )
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -33,13 +39,21 @@ def _is_plain(layer: nn.Module) -> bool:
     if not all(hasattr(mlp, name) for name in names):
         return False  # a mixture of experts
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
     return all(
         isinstance(linear.quant_method, UnquantizedLinearMethod)
         and linear.bias is None
         and linear.tp_size == 1
         for linear in products
-    ) and all(type(norm) is RMSNorm and norm.variance_size_override is None for norm in norms)
+    ) and all(map(_is_plain_norm, (layer.input_layernorm, layer.post_attention_layernorm)))
+
+
+def _is_plain_norm(norm: nn.Module) -> bool:
+    return (
+        type(norm) is RMSNorm
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+    )
 
 
 def run_layers(

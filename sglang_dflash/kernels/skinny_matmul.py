@@ -99,10 +99,14 @@ def _skinny(
     tl.store(y_ptr + (part * rows + row[None, :]) * N + n[:, None], y.to(dtype), mask=inside)
 
 
-def _launch(
+def launch(
     x: torch.Tensor, weight: torch.Tensor, tiling: Tiling, with_swiglu: bool
 ) -> torch.Tensor:
-    """[n, K] → [n, N], or [parts, n, N] float32 if the tiling has several parts."""
+    """The kernel: [n, K] → [n, N], or [parts, n, N] float32 if the tiling has several parts.
+
+    Args:
+        weight: [N, K], or [2 * N, K] with SwiGLU; N and K are multiples of what the tiling cuts.
+    """
     rows, depth = x.shape
     size = weight.shape[0] // 2 if with_swiglu else weight.shape[0]
     if tiling.parts > 1:
@@ -143,10 +147,10 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         [n, N] of the dtype of `x`, or the parts of it, [parts, n, N] float32, which `add_norm` adds.
     """
     tiling = _tiling(x, weight)
-    return linear(x, weight) if tiling is None else _launch(x, weight, tiling, False)
+    return linear(x, weight) if tiling is None else launch(x, weight, tiling, False)
 
 
 def product_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """SwiGLU of x @ weight.T, whose first half is the gate: [n, K] and [2 * N, K] → [n, N]."""
     tiling = _tiling(x, weight)
-    return swiglu(linear(x, weight)) if tiling is None else _launch(x, weight, tiling, True)
+    return swiglu(linear(x, weight)) if tiling is None else launch(x, weight, tiling, True)

@@ -19,7 +19,7 @@ from sglang_dflash.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
-from sglang_dflash.kernels.skinny_matmul import TILINGS, Tiling, _launch, product, product_swiglu
+from sglang_dflash.kernels.skinny_matmul import TILINGS, Tiling, launch, product, product_swiglu
 from sglang_dflash.kernels.swiglu import swiglu, swiglu_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,14 +161,14 @@ def test_skinny_matmul(tiling: Tiling, rows: int) -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     x = torch.randn(rows, 512, device=DEVICE, dtype=dtype)
     weight = torch.randn(256, 512, device=DEVICE, dtype=dtype) / 23
-    y = _launch(x, weight, tiling, False)
+    y = launch(x, weight, tiling, False)
     assert y.shape == ((tiling.parts, rows, 256) if tiling.parts > 1 else (rows, 256))
     whole = y.sum(0) if tiling.parts > 1 else y
     expected = x.float() @ weight.float().t()
     torch.testing.assert_close(whole.float(), expected, rtol=1e-2, atol=1e-2)
     if tiling.parts == 1:
         torch.testing.assert_close(
-            _launch(x, weight, tiling, True),
+            launch(x, weight, tiling, True),
             swiglu_reference(expected.to(dtype)),
             rtol=2e-2,
             atol=2e-2,
