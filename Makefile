@@ -80,7 +80,7 @@ test: setup ## unit tests, tests of the patch queue, tests on a real server
 
 test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/unit/test_kernels.py $(ARGS); \
+	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/gpu tests/unit/test_kernels.py $(ARGS); \
 	else echo "make test-gpu: skipped, because nvidia-smi lists no GPU here"; fi
 
 losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; see docs/losslessness.md

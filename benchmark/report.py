@@ -24,6 +24,11 @@ samples of a steady state, the time in which all requests decode at once. System
 one after the other on the same machine.
 """
 
+_OVERLAP = """\
+A kernel that is launched beside its predecessor counts from its launch, so its time includes its wait
+for the predecessor, and the times of a round add up to more than the GPU was busy.
+"""
+
 _IDLE = """\
 Share of a round in which no stream of the GPU ran anything, pauses between two kernels of one graph
 included. Tracing makes rounds longer. The second line takes the busy time of the trace over the
@@ -61,7 +66,7 @@ def _group(key: tuple, group: list[dict], survival: list[float] | None) -> list[
     parts += _section("Rounds per second", "", tables.rates_table(found))
     parts += _section("Ratios", "", tables.ratios_table(found, targets))
     parts += _section("Idle GPU", _IDLE, tables.idle_table(found, targets))
-    parts += _section("Where a round goes", "", _kinds_table(found))
+    parts += _section("Where a round goes", _OVERLAP, _kinds_table(found))
     for name in tables.overlapped(found):
         for concurrency in tables.concurrencies(found):
             cell = found.get((name, concurrency))

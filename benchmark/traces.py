@@ -19,7 +19,7 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _KINDS = (
     # FlashAttention's kernels are instances of a CUTLASS template, so they are looked for first.
     ("attention", re.compile(r"flash::|attention|attn|fmha", re.I)),
-    ("matrix products", re.compile(r"nvjet|gemm|cutlass|cublas|splitk|matmul", re.I)),
+    ("matrix products", re.compile(r"nvjet|gemm|cutlass|cublas|splitk|matmul|^_skinny", re.I)),
     ("copies", re.compile(r"memcpy|memset", re.I)),
 )
 _TOP_KERNELS = 40

@@ -26,6 +26,7 @@ from sglang_dflash.checkpoint import canonical_name
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.fa3_attention import Fa3BlockAttention
 from sglang_dflash.fused_attention import can_fuse, fused_attention
+from sglang_dflash.fused_layers import can_fuse_layers, run_layers
 from sglang_dflash.vocabulary import BorrowedVocabulary
 
 # Weights of a checkpoint that share one parameter here: name → parameter, shard.
@@ -205,9 +206,13 @@ class DFlashDraftModel(nn.Module):
         """
         (vocabulary,) = self._borrowed
         x, residual = vocabulary.embed(input_ids), None
-        for layer in self.layers:
-            x, residual = layer(positions, x, residual, forward_batch)
-        x, _ = self.norm(x, residual)
+        captured = isinstance(forward_batch.attn_backend, Fa3BlockAttention)
+        if captured and can_fuse_layers(self.layers):
+            x, _ = run_layers(self.layers, self.norm, x, positions, forward_batch)
+        else:
+            for layer in self.layers:
+                x, residual = layer(positions, x, residual, forward_batch)
+            x, _ = self.norm(x, residual)
         width = forward_batch.spec_info.draft_token_num
         drafted = x.view(-1, width, x.shape[-1])[:, 1:].flatten(0, 1)
         return vocabulary.argmax(drafted).view(-1, width - 1)

@@ -18,6 +18,7 @@ from sglang_dflash.accept import Accepted
 from sglang_dflash.block_model import BlockModel
 from sglang_dflash.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
 from sglang_dflash.fused_attention import fuse_target
+from sglang_dflash.fused_layers import fuse_target_layers
 from sglang_dflash.kernels.open_round import open_round
 from sglang_dflash.round import Round
 
@@ -65,9 +66,11 @@ class RoundGraphs:
         pages = -(-pair.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Accepted, list]] = {}
-        logger.info(
-            "DFLASH fused the attention of %d target layers", fuse_target(pair.target.runner.model)
-        )
+        model = pair.target.runner.model
+        if whole := fuse_target_layers(model):
+            logger.info("DFLASH fused %d target layers", whole)
+        else:
+            logger.info("DFLASH fused the attention of %d target layers", fuse_target(model))
         self._capture_all()
 
     def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:

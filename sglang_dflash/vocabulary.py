@@ -7,6 +7,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import nn
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.kernels.argmax import row_max
 
 
 class BorrowedVocabulary:
@@ -51,7 +52,7 @@ class BorrowedVocabulary:
         logits = torch.nn.functional.linear(
             hidden.to(self.head.weight.dtype), self._weight, self._bias
         )
-        value, index = logits.max(dim=-1)
+        value, index = row_max(logits)
         group = get_tp_group()
         if group.world_size == 1:
             return index

@@ -15,6 +15,7 @@ from sglang_dflash.pair import DraftTargetPair
 from sglang_dflash.reserve import reserve
 from sglang_dflash.sampling import Sampling
 from sglang_dflash.spec_input import DFlashDraftInput
+from sglang_dflash.watch import watch_rounds
 from sglang_dflash.width import width_policy
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class DFlashWorkerBase:
         self.next_width = width_policy(server_args)
         self.target_worker = target_worker
         self.pair = DraftTargetPair(server_args, target_worker, ranks)
+        watch_rounds(self.pair)
         if tp_rank == 0:
             logger.info(
                 "%s: drafter %s, blocks of %d, attention %s",

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.launch import starts_early
+
 
 @triton.jit
 def _norm_rope(x1, x2, weight_ptr, cos, sin, half, eps, HALF: tl.constexpr):
@@ -41,7 +43,11 @@ def _qk_norm_rope_store(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token, group = tl.program_id(0), tl.program_id(1)
     first_head = group * HEADS
     head = tl.arange(0, HEADS)[:, None]
@@ -102,6 +108,7 @@ def qk_norm_rope_store(
     kv_heads, head_dim = k_cache.shape[1:]
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     heads = next(size for size in (4, 2, 1) if q_heads % size == 0 and kv_heads % size == 0)
+    early = starts_early(len(qkv))
     q = qkv.new_empty(len(qkv), q_heads * head_dim)
     _qk_norm_rope_store[(len(qkv), (q_heads + 2 * kv_heads) // heads)](
         qkv,
@@ -119,7 +126,9 @@ def qk_norm_rope_store(
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
         HEADS=heads,
-        num_warps=1 if heads * head_dim <= 256 else 2,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=triton.cdiv(heads * head_dim, 128),
     )
     return q
 

@@ -33,7 +33,7 @@ def test_retraction(tight: Server, plain: Server, prompts: list[str]) -> None:
     answers = tight.post("/generate", body).json()
     assert sum(answer["meta_info"]["total_retractions"] for answer in answers) > 0
     for prompt, answer in zip(prompts[:12], answers, strict=True):
-        assert_same(answer, plain.reference(prompt, **sampling))
+        assert_same(answer, plain.reference(prompt, **sampling), plain, prompt)
     tight.check_idle()
 
 
@@ -52,5 +52,5 @@ def test_one_request_fills_the_pool(tight: Server, plain: Server, prompts: list[
     prompt_tokens = tight.generate(prompts[0], max_new_tokens=1)["meta_info"]["prompt_tokens"]
     sampling = {"max_new_tokens": 640 - 17 - prompt_tokens, "ignore_eos": True}
     answer = tight.generate(prompts[0], **sampling)
-    assert_same(answer, plain.reference(prompts[0], **sampling))
+    assert_same(answer, plain.reference(prompts[0], **sampling), plain, prompts[0])
     tight.check_idle()

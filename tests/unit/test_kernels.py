@@ -11,12 +11,16 @@ import torch
 from sglang_dflash.accept import accept
 from sglang_dflash.context_kv import context_kv
 from sglang_dflash.kernels.accept import accept_and_advance
+from sglang_dflash.kernels.add_norm import add_norm, add_norm_reference
+from sglang_dflash.kernels.argmax import row_max_kernel
 from sglang_dflash.kernels.context_store import context_store
 from sglang_dflash.kernels.open_round import open_round, open_round_reference
 from sglang_dflash.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
+from sglang_dflash.kernels.skinny_matmul import TILINGS, Tiling, launch, product, product_swiglu
+from sglang_dflash.kernels.swiglu import swiglu, swiglu_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, COLUMNS = 6, 2500
@@ -119,3 +123,74 @@ def test_context_store() -> None:
     untouched = torch.ones(30, dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
     assert not caches[:, :, untouched].any()
+
+
+@pytest.mark.parametrize(("n", "size", "parts"), [(5, 256, 1), (3, 100, 3), (40, 2560, 1)])
+def test_add_norm(n: int, size: int, parts: int) -> None:
+    x = torch.randn(parts, n, size, device=DEVICE)
+    residual, weight = torch.randn(n, size, device=DEVICE), torch.rand(size, device=DEVICE)
+    arguments = (x if parts > 1 else x[0], residual, weight, 1e-6)
+    before = residual.clone()
+    torch.testing.assert_close(add_norm(*arguments), add_norm_reference(*arguments))
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize(("n", "size"), [(3, 768), (40, 1500)])
+def test_swiglu(n: int, size: int) -> None:
+    gate_up = torch.randn(n, 2 * size, device=DEVICE)
+    torch.testing.assert_close(swiglu(gate_up), swiglu_reference(gate_up))
+
+
+@pytest.mark.parametrize(("n", "size"), [(4, 300), (70, 9000)])
+def test_row_max(n: int, size: int) -> None:
+    """Equal elements are many, and of those the first counts."""
+    x = torch.randint(-5, 5, (n, size), device=DEVICE).float()
+    x[0] = -1e30
+    value, index = row_max_kernel(x)
+    assert torch.equal(value, x.max(dim=-1).values)
+    assert torch.equal(index, (x == value[:, None]).int().argmax(dim=-1))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize(
+    "tiling",
+    [Tiling(64, 64, 128, 1, 2, 4), Tiling(64, 64, 64, 2, 3, 4), Tiling(128, 32, 64, 1, 4, 8)],
+)
+def test_skinny_matmul(tiling: Tiling, rows: int) -> None:
+    # The interpreter multiplies bfloat16 as the integers in which it keeps them.
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x = torch.randn(rows, 512, device=DEVICE, dtype=dtype)
+    weight = torch.randn(256, 512, device=DEVICE, dtype=dtype) / 23
+    y = launch(x, weight, tiling, False)
+    assert y.shape == ((tiling.parts, rows, 256) if tiling.parts > 1 else (rows, 256))
+    whole = y.sum(0) if tiling.parts > 1 else y
+    expected = x.float() @ weight.float().t()
+    torch.testing.assert_close(whole.float(), expected, rtol=1e-2, atol=1e-2)
+    if tiling.parts == 1:
+        torch.testing.assert_close(
+            launch(x, weight, tiling, True),
+            swiglu_reference(expected.to(dtype)),
+            rtol=2e-2,
+            atol=2e-2,
+        )
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the shapes of a real model need a GPU")
+@pytest.mark.parametrize("shape", TILINGS)
+def test_chosen_tilings(shape: tuple[int, int]) -> None:
+    """As they run: at 16 rows and less, and with more rows by cuBLAS."""
+    weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) / shape[1] ** 0.5
+    for rows in (2, 16, 17):
+        x = torch.randn(rows, shape[1], device=DEVICE, dtype=torch.bfloat16)
+        expected = x.float() @ weight.float().t()
+        y = product(x, weight)
+        assert (y.dim() == 3) == (rows <= 16 and TILINGS[shape].parts > 1)
+        whole = y.sum(0) if y.dim() == 3 else y
+        torch.testing.assert_close(whole.float(), expected, rtol=1e-2, atol=2e-2)
+        if TILINGS[shape].parts == 1:
+            torch.testing.assert_close(
+                product_swiglu(x, weight),
+                swiglu_reference(expected.to(torch.bfloat16)),
+                rtol=2e-2,
+                atol=2e-2,
+            )

@@ -1,0 +1,24 @@
+"""How a kernel starts beside the one before it (programmatic dependent launch, Hopper and later).
+
+A kernel that is launched so begins while its predecessor still runs, and calls `gdc_wait` before it
+touches anything that a kernel wrote; what it reads earlier are weights. With few rows the start of a
+kernel is a notable part of it; with many it is none, and early programs only take room.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_MOST_ROWS = 32  # 128 rows were slower: docs/rejected.md
+
+
+@functools.cache
+def _can_overlap() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def starts_early(rows: int) -> bool:
+    """Whether kernels over so many rows are launched beside their predecessors."""
+    return rows <= _MOST_ROWS and _can_overlap()
