@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -145,7 +146,8 @@ class RoundGraphs:
         return graph, accepted, [draft, target]  # the graph reads tensors that the models hold
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
-        single = key.short or self._fills_device(key.bucket)
+        # Deterministic inference wants sums over keys in one order, whatever the batch.
+        single = key.short or self._fills_device(key.bucket) or is_batch_invariant_mode_enabled()
         keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
         page_table = self.page_table[: key.bucket, : -(-keys // self.page_size)]
         return tuple(
