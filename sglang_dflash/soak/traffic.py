@@ -130,6 +130,8 @@ class Mix:
         chosen = {name: draw() for name, draw in rare.items() if pick.random() < 0.12}
         if pick.random() < 0.12:
             chosen |= pick.choice(_GRAMMARS)
+            # A grammar that allows only the end, before the minimum: such a request is aborted.
+            chosen.pop("min_new_tokens", None)
         return {"temperature": pick.choice((0, 0, 0.7, 1.5))} | chosen
 
     def malformed(self) -> Traffic:
