@@ -8,6 +8,7 @@ row is not committed.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
 
     from sglang_dflash.round import Round
+
+
+# Rows whose logits are held at once: 78 MB a tensor with a vocabulary of 152,000.
+ROWS_AT_ONCE = 128
+
+_LOGPROBS = (
+    "next_token_logprobs",
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+    "next_token_token_ids_logprobs_idx",
+)
 
 
 @dataclass(frozen=True)
@@ -67,72 +80,104 @@ class Sampling:
         )
 
     def draw(
-        self, sampler: Sampler, output: LogitsProcessorOutput, round: Round, drafts: torch.Tensor
-    ) -> torch.Tensor:
-        """Draws after every row: [bs, width] int64; log-probabilities go to `output`.
+        self,
+        sampler: Sampler,
+        logits: Callable[[slice], LogitsProcessorOutput],
+        round: Round,
+        drafts: torch.Tensor,
+    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """Draws after every row, some requests at a time.
 
         Args:
-            output: with `next_token_logits` [bs * width, vocabulary] float32, which are overwritten.
+            logits: gives `next_token_logits` [n, vocabulary] float32 of n rows, to be overwritten.
             drafts: [bs, width - 1] int64.
-        """
-        width = round.width
-        rows = self.rows(drafts, width)
-        rows.apply_logits_bias(output.next_token_logits)
-        tokens = sampler(
-            output,
-            rows,
-            self.return_logprob,
-            _repeat(self.top_logprobs_nums, width),
-            _repeat(self.token_ids_logprobs, width),
-            round.positions,
-        )
-        if output.next_token_logprobs is not None:
-            output.next_token_logprobs = output.next_token_logprobs.view(-1, width)
-        return tokens.to(torch.int64).view(-1, width)
 
-    def rows(self, drafts: torch.Tensor, width: int) -> SamplingBatchInfo:
-        """The batch's parameters, a row for each row of the blocks."""
-        info, reqs = self.info, self.reqs
-        additive = scaling = mask = custom = None
+        Returns:
+            [bs, width] int64, and the log-probabilities of all rows.
+        """
+        width, bs = round.width, len(self.reqs)
+        step = max(1, ROWS_AT_ONCE // width)
+        parts = [slice(first, min(first + step, bs)) for first in range(0, bs, step)]
+        drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
+        for part in parts:
+            rows = slice(part.start * width, part.stop * width)
+            output, info = logits(rows), self.rows(part, drafts[part], width)
+            info.apply_logits_bias(output.next_token_logits)
+            drawn.append(
+                sampler(
+                    output,
+                    info,
+                    self.return_logprob,
+                    _repeat(self.top_logprobs_nums[part], width),
+                    _repeat(self.token_ids_logprobs[part], width),
+                    round.positions[rows],
+                )
+            )
+            _append(whole, output)
+        if whole.next_token_logprobs is not None:
+            whole.next_token_logprobs = whole.next_token_logprobs.view(bs, width)
+        return torch.cat(drawn).to(torch.int64).view(bs, width), whole
+
+    def rows(self, part: slice, drafts: torch.Tensor, width: int) -> SamplingBatchInfo:
+        """Parameters of some requests, a row for each row of their blocks.
+
+        Args:
+            drafts: [requests of the part, width - 1] int64.
+        """
+        info, reqs = self.info, self.reqs[part]
+        additive = scaling = mask = apply_mask = None
         on_host = drafts.tolist() if self.has_grammar or info.has_custom_logit_processor else []
         if any(map(is_penalized, reqs)):
             additive, scaling = row_penalties(reqs, drafts, info.vocab_size)
         grammars = [req.grammar for req in reqs] if self.has_grammar else None
-        apply_mask = None
         if grammars and any(grammars):
             mask, apply_mask = vocabulary_mask(grammars, on_host, info.vocab_size, drafts.device)
-        params = info.custom_params
-        if info.has_custom_logit_processor:
-            custom = {
-                key: (processor, chosen.repeat_interleave(width))
-                for key, (processor, chosen) in info.custom_logit_processor.items()
-            }
-            params = [
-                _params_after(param, req, row[:i])
-                for param, req, row in zip(params, reqs, on_host, strict=True)
-                for i in range(width)
-            ]
 
         def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
-            return None if value is None else value.repeat_interleave(width, dim=0)
+            return None if value is None else value[part].repeat_interleave(width, dim=0)
 
+        names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
+        custom = self._custom(part, on_host, width) if info.has_custom_logit_processor else {}
         return replace(
             info,
-            temperatures=repeated(info.temperatures),
-            top_ps=repeated(info.top_ps),
-            top_ks=repeated(info.top_ks),
-            min_ps=repeated(info.min_ps),
-            sampling_seed=repeated(info.sampling_seed),
-            logit_bias=repeated(info.logit_bias),
+            **{name: repeated(getattr(info, name)) for name in names},
+            **custom,
             grammars=grammars,
             vocab_mask=mask,
             apply_mask_func=apply_mask,
             penalizer_orchestrator=None,
             acc_additive_penalties=additive,
             acc_scaling_penalties=scaling,
-            custom_params=params,
-            custom_logit_processor=custom,
         )
+
+    def _custom(self, part: slice, drafts: list[list[int]], width: int) -> dict[str, Any]:
+        """Custom logit processors of some requests, with what each row's would find."""
+        processors = {
+            key: (processor, chosen[part].repeat_interleave(width))
+            for key, (processor, chosen) in self.info.custom_logit_processor.items()
+            if chosen[part].any()
+        }
+        params = [
+            _params_after(param, req, row[:i])
+            for param, req, row in zip(
+                self.info.custom_params[part], self.reqs[part], drafts, strict=True
+            )
+            for i in range(width)
+        ]
+        return {"custom_logit_processor": processors, "custom_params": params}
+
+
+def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput) -> None:
+    """Adds the log-probabilities of some rows to those of the rows before."""
+    for name in _LOGPROBS:
+        mine, more = getattr(whole, name), getattr(part, name)
+        if more is not None:
+            joined = torch.cat if torch.is_tensor(more) else _chain
+            setattr(whole, name, more if mine is None else joined([mine, more]))
+
+
+def _chain(lists: list[list]) -> list:
+    return [value for values in lists for value in values]
 
 
 def needs_history(batch: ScheduleBatch | ModelWorkerBatch) -> bool:

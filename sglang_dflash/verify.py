@@ -63,7 +63,7 @@ class TappedHead(nn.Module):
     The output is then that of plain decoding, whose hidden states are the last layer's.
 
     Attributes:
-        hidden_states: [rows, taps * hidden] of the last forward pass.
+        hidden_states: [rows, taps * hidden] of the forward pass.
     """
 
     def __init__(self, processor: nn.Module):
@@ -76,6 +76,27 @@ class TappedHead(nn.Module):
     ) -> LogitsProcessorOutput:
         self.hidden_states = torch.cat(aux_hidden_states, dim=-1)
         return self.processor[0](input_ids, hidden_states, lm_head, batch, None, *rest)
+
+
+class RowsHead(TappedHead):
+    """Takes the place of a target's logits processor while it verifies for a sampler.
+
+    Logits of all rows at once would be the largest tensors of the server, and the sampler copies them;
+    so they are made when they are drawn from, some rows at a time.
+    """
+
+    def forward(
+        self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *_, **__
+    ) -> RowsHead:
+        self.hidden_states = torch.cat(aux_hidden_states, dim=-1)
+        self.last, self.batch = hidden_states, batch
+        self.arguments = input_ids, lm_head
+        return self
+
+    def logits(self, rows: slice) -> LogitsProcessorOutput:
+        """Output of the target's own logits processor for some rows, logits in float32."""
+        input_ids, lm_head = self.arguments
+        return self.processor[0](input_ids[rows], self.last[rows], lm_head, self.batch, None)
 
 
 @contextmanager
@@ -127,11 +148,10 @@ def verify(
     if sampling is None:
         with head_of(model, head):
             return target.run(round, tokens, CaptureHiddenMode.FULL)
-    tapped = TappedHead(model.logits_processor)
-    with head_of(model, tapped):
-        output = target.run(round, tokens, CaptureHiddenMode.FULL)
-    chosen = sampling.draw(target.runner.sampler, output, round, draft_tokens)
-    output.next_token_logits = None  # the largest tensor of a round; nobody needs it any more
-    if not sampling.return_hidden_states:
-        output.hidden_states = None
-    return Verified(chosen, tapped.hidden_states, output)
+    rows = RowsHead(model.logits_processor)
+    with head_of(model, rows):
+        target.run(round, tokens, CaptureHiddenMode.FULL)
+    chosen, output = sampling.draw(target.runner.sampler, rows.logits, round, draft_tokens)
+    if sampling.return_hidden_states:
+        output.hidden_states = rows.last
+    return Verified(chosen, rows.hidden_states, output)

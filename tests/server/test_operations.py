@@ -66,24 +66,26 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def updated(dflash: Server, plain: Server, other_weights: Path) -> Iterator[None]:
-    """Both servers with other weights for a while."""
+def updated(
+    dflash: Server, plain: Server, other_weights: Path, prompts: list[str]
+) -> Iterator[dict]:
+    """Both servers with other weights for a while; gives an answer from before."""
+    before = plain.generate(prompts[0], max_new_tokens=100)
     for server in (dflash, plain):
         assert post(server, "/update_weights_from_disk", model_path=str(other_weights))["success"]
-    yield
+    yield before
     for server in (dflash, plain):
         assert post(server, "/update_weights_from_disk", model_path=str(TARGET))["success"]
 
 
-def test_new_weights(dflash: Server, plain: Server, prompts: list[str], updated: None) -> None:
+def test_new_weights(dflash: Server, plain: Server, prompts: list[str], updated: dict) -> None:
     """The target changes and the drafter stays: other answers, still those of plain decoding."""
-    before = plain.reference(prompts[0])
     expected = plain.generate_all(prompts[:8], concurrency=4, max_new_tokens=100)
-    assert expected[0]["output_ids"] != before["output_ids"]
+    assert expected[0]["output_ids"] != updated["output_ids"]
     answers = dflash.generate_all(prompts[:8], concurrency=4, max_new_tokens=100)
     for answer, reference in zip(answers, expected, strict=True):
         assert_same(answer, reference)
-        assert_speculated(answer)
+        assert answer["meta_info"]["spec_verify_ct"] > 0  # hardly a draft is right any more
 
 
 def test_session(dflash: Server, plain: Server, prompts: list[str], tokenizer) -> None:
