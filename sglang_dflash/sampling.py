@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # Rows whose logits are held at once: 78 MB a tensor with a vocabulary of 152,000.
 ROWS_AT_ONCE = 128
 
-_LOGPROBS = (
-    "next_token_logprobs",
+# By row, what a sampler gives only if a request asks for it.
+_LISTS = (
     "next_token_top_logprobs_val",
     "next_token_top_logprobs_idx",
     "next_token_token_ids_logprobs_val",
@@ -113,7 +113,8 @@ class Sampling:
                     round.positions[rows],
                 )
             )
-            _append(whole, output)
+            if self.return_logprob:
+                _append(whole, output, rows.stop - rows.start)
         if whole.next_token_logprobs is not None:
             whole.next_token_logprobs = whole.next_token_logprobs.view(bs, width)
         return torch.cat(drawn).to(torch.int64).view(bs, width), whole
@@ -167,17 +168,17 @@ class Sampling:
         return {"custom_logit_processor": processors, "custom_params": params}
 
 
-def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput) -> None:
-    """Adds the log-probabilities of some rows to those of the rows before."""
-    for name in _LOGPROBS:
-        mine, more = getattr(whole, name), getattr(part, name)
-        if more is not None:
-            joined = torch.cat if torch.is_tensor(more) else _chain
-            setattr(whole, name, more if mine is None else joined([mine, more]))
+def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int) -> None:
+    """Adds the log-probabilities of some rows to those of the rows before.
 
-
-def _chain(lists: list[list]) -> list:
-    return [value for values in lists for value in values]
+    Requests that want no top tokens, or none of their own choice, leave theirs empty: rows of one part
+    must not take the place of another's.
+    """
+    mine, more = whole.next_token_logprobs, part.next_token_logprobs
+    whole.next_token_logprobs = more if mine is None else torch.cat([mine, more])
+    for name in _LISTS:
+        more = getattr(part, name)
+        setattr(whole, name, (getattr(whole, name) or []) + ([[]] * rows if more is None else more))
 
 
 def needs_history(batch: ScheduleBatch | ModelWorkerBatch) -> bool:
