@@ -21,7 +21,8 @@ def assert_refused(response: Any, named: str) -> None:
 
 
 def assert_sentence(message: str, named: str) -> None:
-    assert message.startswith(f"{named} is not supported with DFLASH"), message
+    assert message.startswith(f"{named} "), message
+    assert " is not supported with DFLASH" in message
     assert message.endswith(".") and "\n" not in message
 
 
