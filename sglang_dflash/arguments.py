@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang_dflash.checkpoint import DraftConfig, check_target, check_weights, load_config
+from sglang_dflash.checkpoint import check_target, load_config
 from sglang_dflash.errors import DFlashError, end_with_the_sentence
+from sglang_dflash.formats.config import DraftConfig
+from sglang_dflash.formats.weights import check_weights
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -69,7 +71,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
 
 
 def block_size(args: ServerArgs, config: DraftConfig) -> int:
-    """Rows of a block from the two flags that mean it; the checkpoint's own by default."""
+    """Rows of a block from the two flags that mean it; what the checkpoint asks for by default."""
     given = {
         "--speculative-dflash-block-size": args.speculative_dflash_block_size,
         "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
@@ -84,7 +86,7 @@ def block_size(args: ServerArgs, config: DraftConfig) -> int:
                 f"{flag} {value} is not between 2 and {config.block_size}, the block size that the drafter was "
                 "trained for: choose a value in that range or leave it out."
             )
-    size = next(iter(given.values()), config.block_size)
+    size = next(iter(given.values()), config.default_width)
     if args.speculative_num_steps not in (None, size - 1):
         raise DFlashError(
             f"--speculative-num-steps {args.speculative_num_steps} does not apply to DFLASH, which drafts a block in "

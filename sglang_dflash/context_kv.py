@@ -7,10 +7,10 @@ kernel norms, rotates and writes them.
 from __future__ import annotations
 
 import torch
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.kernels.context_store import context_store
+from sglang_dflash.rope import is_table
 
 
 def write_context(
@@ -26,7 +26,7 @@ def write_context(
     model, pool = draft.model, draft.token_to_kv_pool
     attention = model.layers[0].self_attn
     kv = model.context_kv(hidden_states)
-    eps, cos_sin_cache = attention.k_norm.variance_epsilon, attention.rotary_emb.cos_sin_cache
+    eps, cos_sin_cache = model.draft.rms_norm_eps, attention.rotary_emb.cos_sin_cache
     if _can_store(draft, kv):
         context_store(
             kv,
@@ -41,20 +41,27 @@ def write_context(
         )
         return
     keys, values = context_kv(
-        kv, model.k_norm_weight, eps, cos_sin_cache[positions], attention.num_kv_heads
+        kv,
+        model.k_norm_weight,
+        eps,
+        cos_sin_cache[positions],
+        attention.num_kv_heads,
+        len(model.layers),
     )
-    for layer, k, v in zip(model.layers, keys, values, strict=False):
+    for layer, k, v in zip(model.layers, keys, values, strict=True):
         pool.set_kv_buffer(layer.attn, slots, k, v)
 
 
 def _can_store(draft: ModelRunner, kv: torch.Tensor) -> bool:
     """Whether the kernel covers this draft model and its pool."""
-    attention = draft.model.layers[0].self_attn
+    model = draft.model
+    attention = model.layers[0].self_attn
     rope = attention.rotary_emb
     powers = (attention.num_kv_heads, attention.head_dim)
     return (
         kv.is_cuda
-        and type(rope) is RotaryEmbedding
+        and model.k_norm_weight is not None
+        and is_table(rope)
         and rope.rotary_dim == attention.head_dim
         and all(n & (n - 1) == 0 for n in powers)
         and draft.token_to_kv_pool.store_dtype == kv.dtype
@@ -89,19 +96,25 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def context_kv(
-    kv: torch.Tensor, k_norm_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor, kv_heads: int
+    kv: torch.Tensor,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    kv_heads: int,
+    layers: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of all draft layers for `n` context tokens, as they are stored.
 
     Args:
         kv: [n, layers * 2 * kv_heads * head_dim], K then V of each layer.
-        k_norm_weight: [layers, head_dim].
+        k_norm_weight: [layers, head_dim], or None where keys are not normed.
         cos_sin: [n, rotary_dim] at the tokens' positions.
 
     Returns:
         K (normed and rotated) and V, [layers, n, kv_heads, head_dim] each, contiguous.
     """
-    layers, head_dim = k_norm_weight.shape
+    head_dim = kv.shape[1] // (layers * 2 * kv_heads)
     k, v = kv.view(len(kv), layers, 2, kv_heads, head_dim).permute(2, 1, 0, 3, 4)
-    k = rotate(rms_norm_heads(k, k_norm_weight, eps), cos_sin)
-    return k.contiguous(), v.contiguous()
+    if k_norm_weight is not None:
+        k = rms_norm_heads(k, k_norm_weight, eps)
+    return rotate(k, cos_sin).contiguous(), v.contiguous()

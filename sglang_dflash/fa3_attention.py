@@ -92,6 +92,9 @@ class Fa3BlockAttention:
         keys, values = pool.get_kv_buffer(layer.layer_id)
         window = layer.sliding_window_size
         has_window = window is not None and window > -1
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        # The schedule is that of full attention, and of the model's other layers.
+        scheduled = not has_window and not layer.logit_cap and causal == self.causal
         output = flash_attn_with_kvcache(
             q=q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
             k_cache=keys.view(-1, self.runner.page_size, layer.tp_k_head_num, layer.head_dim),
@@ -101,11 +104,10 @@ class Fa3BlockAttention:
             cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.width,
             softmax_scale=layer.scaling,
-            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            causal=causal,
             window_size=(window, 0) if has_window else (-1, -1),
             softcap=layer.logit_cap,
-            # The schedule is that of full attention.
-            scheduler_metadata=None if has_window or layer.logit_cap else self.schedule,
+            scheduler_metadata=self.schedule if scheduled else None,
             num_splits=self.num_splits,
             **kwargs,
         )

@@ -5,24 +5,25 @@ from __future__ import annotations
 from types import MethodType
 
 import torch
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
 from sglang_dflash.fa3_attention import Fa3BlockAttention
 from sglang_dflash.kernels.qk_norm_rope_store import qk_norm_rope_store
+from sglang_dflash.rope import is_table
 
 
 def can_fuse(attention: nn.Module) -> bool:
     """Whether an attention layer is what the kernel computes: QK norm, then RoPE over whole heads."""
     rope = getattr(attention, "rotary_emb", None)
+    if getattr(attention, "q_norm", None) is None or not is_table(rope):
+        return False
+    sight = getattr(attention, "sight", None)  # of a draft layer
     return (
-        # Subclasses scale or arrange the angles in ways that are not in their cache.
-        type(rope) is RotaryEmbedding
-        and rope.is_neox_style
-        and rope.rotary_dim == rope.head_size
+        rope.rotary_dim == rope.head_size
         and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
         and attention.attn.head_dim == attention.attn.v_head_dim
+        and (sight is None or sight.window is None)
     )
 
 

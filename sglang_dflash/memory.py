@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_dflash.checkpoint import DraftConfig, expected_weights, load_config
+from sglang_dflash.checkpoint import load_config
+from sglang_dflash.formats.config import DraftConfig
+from sglang_dflash.formats.weights import expected_weights
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -16,13 +16,15 @@ from sglang.srt.server_args import set_global_server_args_for_scheduler
 
 from sglang_dflash.accept import Accepted, accept
 from sglang_dflash.block_model import BlockModel
-from sglang_dflash.checkpoint import ARCHITECTURE
+from sglang_dflash.checkpoint import load_config
 from sglang_dflash.commit import commit_context
 from sglang_dflash.context_kv import write_context
 from sglang_dflash.draft_model import DFlashDraftModel
 from sglang_dflash.fa3_attention import can_capture
+from sglang_dflash.formats.zlab import ARCHITECTURE
 from sglang_dflash.kernels.accept import accept_and_advance
 from sglang_dflash.propose import propose
+from sglang_dflash.release_folder import release_folder
 from sglang_dflash.round import Round
 from sglang_dflash.sampling import Sampling
 from sglang_dflash.state import RequestState
@@ -120,17 +122,22 @@ def load_draft_model(
     """Loads the drafter beside the target, over the target's slots (same allocator, same table)."""
     target = target_worker.model_runner
     args = draft_server_args(server_args, target)
+    config = load_config(
+        server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+    )
     ModelRegistry.models[ARCHITECTURE] = DFlashDraftModel
     req_to_token_pool, allocator = target_worker.get_memory_pool()
     try:
-        draft = TpModelWorker(
-            server_args=args,
-            is_draft_worker=True,
-            req_to_token_pool=req_to_token_pool,
-            token_to_kv_pool_allocator=allocator,
-            memory_pool_config=target.memory_pool_config,
-            **ranks,
-        ).model_runner
+        with release_folder(config, target.model_config.context_len) as folder:
+            args.speculative_draft_model_path = str(folder)
+            draft = TpModelWorker(
+                server_args=args,
+                is_draft_worker=True,
+                req_to_token_pool=req_to_token_pool,
+                token_to_kv_pool_allocator=allocator,
+                memory_pool_config=target.memory_pool_config,
+                **ranks,
+            ).model_runner
     finally:
         # A model runner makes its own arguments the process's; the scheduler needs the user's.
         set_global_server_args_for_scheduler(server_args)
@@ -141,12 +148,9 @@ def load_draft_model(
 def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArgs:
     """The user's arguments as the drafter's model runner must see them."""
     args = copy.copy(server_args)
-    context_len = target.model_config.context_len
-    # The context is the target's, however long the drafter's own config says it may be.
-    args.context_length = None
-    args.json_model_override_args = (
-        f'{{"dflash_context_len": {context_len}, "architectures": ["{ARCHITECTURE}"]}}'
-    )
+    # These are about the target's checkpoint.
+    args.context_length = args.revision = args.speculative_draft_model_revision = None
+    args.json_model_override_args = "{}"
     args.dtype = str(target.model_config.dtype).removeprefix("torch.")
     args.kv_cache_dtype = "auto"
     args.speculative_draft_model_quantization = None

@@ -125,7 +125,7 @@ def capture_target_hidden_states(runner: ModelRunner) -> None:
             f"--model-path {args.model_path} is a {type(runner.model).__name__}, whose hidden states this SGLang "
             "release cannot capture: use a target with set_eagle3_layers_to_capture, as Qwen3 or Llama."
         )
-    runner.model.set_eagle3_layers_to_capture(list(config.target_layer_ids))
+    runner.model.set_eagle3_layers_to_capture(list(config.taps))
 
 
 def verify(

@@ -13,12 +13,14 @@ from sglang_dflash.kernels.argmax import row_max
 class BorrowedVocabulary:
     """Embeds token ids and picks the likeliest token, with weights that belong to the target.
 
-    Both modules are split over the vocabulary under tensor parallelism.
+    Both modules are split over the vocabulary under tensor parallelism. Each can be given instead.
     """
 
-    def __init__(self, target: nn.Module):
-        self.embedding = _embedding(target)
-        head = getattr(target, "lm_head", None)
+    def __init__(
+        self, target: nn.Module, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ):
+        self.embedding = _embedding(target) if embedding is None else embedding
+        head = getattr(target, "lm_head", None) if head is None else head
         if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
             raise DFlashError(
                 f"The target {type(target).__name__} has no LM head that a DFlash drafter can share: use a target "
@@ -44,15 +46,18 @@ class BorrowedVocabulary:
         """[n] int64 → [n, hidden]."""
         return self.embedding(token_ids)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of this rank's part of the vocabulary: [n, hidden] → [n, rows]."""
+        return torch.nn.functional.linear(
+            hidden.to(self.head.weight.dtype), self._weight, self._bias
+        )
+
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie.
 
         Each rank looks at its part of the vocabulary, and one gather of two numbers a row decides.
         """
-        logits = torch.nn.functional.linear(
-            hidden.to(self.head.weight.dtype), self._weight, self._bias
-        )
-        value, index = row_max(logits)
+        value, index = row_max(self.logits(hidden))
         group = get_tp_group()
         if group.world_size == 1:
             return index

@@ -1,10 +1,21 @@
 """Unit tests run on the CPU where there is no GPU; Triton kernels in Triton's interpreter."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[None]:
+    """The process group that SGLang's tensor-parallel layers ask for."""
+    from tests.unit.drafters import one_rank
+
+    with one_rank():
+        yield

@@ -51,7 +51,7 @@ def test_context_kv() -> None:
     norms = torch.randn(LAYERS, DIM)
     stacked = torch.cat([torch.cat([k_weights[i], v_weights[i]]) for i in range(LAYERS)])
     kv = features @ stacked.T
-    keys, values = context_kv(kv, norms, EPS, cos_sin(positions, DIM), KV_HEADS)
+    keys, values = context_kv(kv, norms, EPS, cos_sin(positions, DIM), KV_HEADS, LAYERS)
     assert keys.shape == values.shape == (LAYERS, TOKENS, KV_HEADS, DIM)
     assert keys.is_contiguous() and values.is_contiguous()
     for layer in range(LAYERS):

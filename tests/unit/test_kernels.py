@@ -118,7 +118,7 @@ def test_context_store() -> None:
         [[layer.data_ptr() for layer in cache] for cache in caches], dtype=torch.uint64
     ).to(DEVICE)
     context_store(kv, norms, 1e-6, cos_sin, positions, slots, *addresses, kv_heads)
-    expected = context_kv(kv, norms, 1e-6, cos_sin[positions], kv_heads)
+    expected = context_kv(kv, norms, 1e-6, cos_sin[positions], kv_heads, len(norms))
     torch.testing.assert_close(caches[:, :, slots], torch.stack(expected))
     untouched = torch.ones(30, dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
