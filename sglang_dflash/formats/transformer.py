@@ -104,9 +104,21 @@ def _check_choices(fields: Fields) -> None:
             f"{fields.prefix}hidden_act of {path} is {raw['hidden_act']!r}, and only 'silu' is supported: use a "
             "drafter with SwiGLU layers."
         )
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.inner(name)
+        kind = rope and (rope.raw.get("rope_type") or rope.raw.get("type"))
+        if kind is not None and kind not in ROPE_TYPES:
+            raise DFlashError(
+                f"{rope.prefix}rope_type of {path} is {kind!r}, and only {', '.join(ROPE_TYPES)} are supported: use a "
+                "drafter with one of them."
+            )
     types, depth = raw.get("layer_types"), raw.get("num_hidden_layers")
-    if types is None:
-        return
+    if types is not None:
+        _check_layer_types(fields, types, depth)
+
+
+def _check_layer_types(fields: Fields, types: Any, depth: int | None) -> None:
+    path = fields.path
     if not isinstance(types, list) or depth is not None and len(types) != depth:
         raise DFlashError(
             f"{fields.prefix}layer_types of {path} is not a list of one type for each of its {depth} layers: "
@@ -142,14 +154,8 @@ def _rope(fields: Fields, config: Any, head_dim: int) -> dict[str, Any]:
     if isinstance(rope.get("sliding_attention"), dict):
         rope = rope["sliding_attention"]  # one for each type of layer: speculators takes this one
     rope = {name: value for name, value in rope.items() if name != "type"}
-    kind = rope.get("rope_type")
-    if kind not in ROPE_TYPES:
-        raise DFlashError(
-            f"rope_type of {fields.path} is {kind!r}, and only {', '.join(ROPE_TYPES)} are supported: use a drafter "
-            "with one of them."
-        )
     Fields(fields.path, rope, "rope_parameters.").number("rope_theta", above=0, below=float("inf"))
-    if kind != "default":
+    if rope["rope_type"] != "default":
         Fields(fields.path, rope, "rope_parameters.").number("factor", above=0, below=float("inf"))
     part = rope.setdefault("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * part) if type(part) in (int, float) and 0 < part <= 1 else 0

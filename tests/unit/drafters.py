@@ -201,3 +201,46 @@ class DraftRunner:
             req_to_token_pool=self.req_to_token_pool,
             encoder_lens=None,
         )
+
+
+def speculators_config(raw: dict[str, Any], verifier: str, **changes: Any) -> dict[str, Any]:
+    """A z-lab config.json in the format of speculators 0.9.0."""
+    own = ("architectures", "block_size", "dflash_config", "num_target_layers")
+    dflash = raw["dflash_config"]
+    methods = [{"proposal_type": "greedy", "speculative_tokens": raw["block_size"] - 1}]
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"": "config.DFlashSpeculatorConfig"},
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash["target_layer_ids"]],
+        "block_size": raw["block_size"],
+        "draft_vocab_size": raw["vocab_size"],
+        "mask_token_id": dflash["mask_token_id"],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": methods,
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": verifier},
+        },
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {key: raw[key] for key in raw if key not in own},
+    } | changes
+
+
+def reduced_vocabulary(head: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Weights of a vocabulary reduced to `ids` (ascending): LM head, d2t and t2d.
+
+    Args:
+        head: [vocabulary, hidden], of the target.
+    """
+    listed = torch.zeros(len(head), dtype=torch.bool)
+    listed[ids] = True
+    return {
+        "lm_head.weight": head[ids].clone(),
+        "d2t": ids - torch.arange(len(ids)),
+        "t2d": listed,
+    }
