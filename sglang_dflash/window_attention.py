@@ -84,8 +84,11 @@ def visible(context: torch.Tensor, starts: torch.Tensor, width: int, sight: Sigh
     block = (starts[:, None] + steps)[:, None]  # [bs, 1, width]
     # The first position that a row sees.
     first = starts[:, None, None] - sight.window if sight.from_block else row - sight.window + 1
-    in_context = (context >= 0)[:, None] & (context[:, None] >= first)  # [bs, width, n]
-    in_block = block <= row if sight.causal else (block >= 0).expand(-1, width, -1)
+    in_context = (context >= 0)[:, None] & (context[:, None] >= first)
+    in_block = (block <= row) if sight.causal else (block >= 0)
     if not sight.from_block:
         in_block = in_block & (block >= first) & (block < row + sight.window)
-    return torch.cat([in_context, in_block], dim=2)
+    return torch.cat(
+        [in_context.expand(-1, width, -1), in_block.expand(-1, width, -1)],
+        dim=2,
+    )
