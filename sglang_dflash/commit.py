@@ -10,6 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.acceptance_watch import watch
 from sglang_dflash.context_kv import write_context
 from sglang_dflash.round import Round
 from sglang_dflash.verify import Verified
@@ -47,12 +48,15 @@ def commit_round(
         The tokens that each request took; empty for a round in vain.
     """
     taken: list[list[int]] = []
+    counted: list[int] = []
     batch = zip(reqs, tokens.tolist(), lengths.tolist(), strict=True)
     for index, (req, row, length) in enumerate(batch):
         in_vain = req.finished() or req.is_retracted
         taken.append([] if in_vain else row[: commit_tokens(req, row[:length])])
         if output is not None and not in_vain:
             commit_output(req, taken[-1], output, index * len(row))
+        counted += [] if in_vain else [length]
+    watch.note(counted)
     return taken
 
 

@@ -27,6 +27,7 @@ from sglang_dflash.propose import propose
 from sglang_dflash.release_folder import release_folder
 from sglang_dflash.round import Round
 from sglang_dflash.sampling import Sampling
+from sglang_dflash.startup_check import check_draft_model
 from sglang_dflash.state import RequestState
 from sglang_dflash.verify import GreedyHead, TappedHead, head_of, verify
 from sglang_dflash.vocabulary import BorrowedVocabulary
@@ -52,7 +53,10 @@ class DraftTargetPair:
         self.req_to_token = pool.req_to_token
         self.context_len = target_worker.model_config.context_len
         self.state = RequestState(pool.size, self.req_to_token.device)
-        self.head = GreedyHead(BorrowedVocabulary(self.target.runner.model))
+        vocabulary = BorrowedVocabulary(self.target.runner.model)
+        self.head = GreedyHead(vocabulary)
+        width = server_args.speculative_num_draft_tokens
+        check_draft_model(self.draft.runner, vocabulary, width)
         self.graphs = self._capture_graphs(server_args)
 
     def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
