@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.errors import DFlashError
+from tests.unit.drafters import save, speculators_config
 
 PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny"
 
@@ -139,3 +142,55 @@ def test_help_names_the_flags() -> None:
     assert "DFLASH" in text
     assert "--speculative-dflash-block-size" in text
     assert "tokens in a block" in text
+
+
+def speculators(folder: Path, verifier: str | None = str(PAIR / "target")) -> Path:
+    """The bundled drafter in speculators format."""
+    raw = json.loads((PAIR / "drafter" / "config.json").read_text())
+    weights = load_file(PAIR / "drafter" / "model.safetensors")
+    raw = speculators_config(raw, "")
+    raw["speculators_config"]["verifier"]["name_or_path"] = verifier
+    raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 7
+    return save(folder, raw, model=weights)
+
+
+def from_drafter(folder: Path, **changes: Any) -> ServerArgs:
+    given = {"speculative_algorithm": None, "speculative_draft_model_path": None}
+    return arguments(**(given | {"model_path": str(folder)} | changes))
+
+
+def test_a_drafter_as_the_model(tmp_path: Path) -> None:
+    """Its verifier is served, with as many drafts as it asks for."""
+    args = from_drafter(speculators(tmp_path))
+    assert args.model_path == args.tokenizer_path == str(PAIR / "target")
+    assert args.speculative_algorithm == "DFLASH"
+    assert args.speculative_draft_model_path == str(tmp_path)
+    assert args.speculative_num_draft_tokens == 8
+
+
+def test_flags_win_over_the_drafters_config(tmp_path: Path) -> None:
+    drafter = str(PAIR / "drafter")
+    args = from_drafter(
+        speculators(tmp_path),
+        speculative_draft_model_path=drafter,
+        speculative_dflash_block_size=12,
+        tokenizer_path="elsewhere",
+    )
+    assert args.speculative_draft_model_path == drafter
+    assert (args.speculative_num_draft_tokens, args.tokenizer_path) == (12, "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "named"),
+    [(None, "names no verifier"), ("/nowhere/target", "whose verifier /nowhere/target is not")],
+)
+def test_no_verifier(tmp_path: Path, verifier: str | None, named: str) -> None:
+    with pytest.raises(DFlashError, match=named) as caught:
+        from_drafter(speculators(tmp_path, verifier))
+    assert "give --model-path TARGET --speculative-draft-model-path" in str(caught.value)
+
+
+def test_another_kind_of_drafter_as_the_model(tmp_path: Path) -> None:
+    raw = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    with pytest.raises(DFlashError, match="of type eagle3"):
+        from_drafter(save(tmp_path, raw))
