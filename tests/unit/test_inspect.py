@@ -1,0 +1,95 @@
+"""`python -m sglang_dflash.inspect`: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_dflash.inspect import MISFIT, REFUSED, RUNS, main
+from tests.unit.drafters import reduced_vocabulary, save, speculators_config
+
+PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny"
+DRAFTER, TARGET = PAIR / "drafter", PAIR / "target"
+
+
+def lines(text: str) -> dict[str, str]:
+    """What is printed, by the name that begins each line."""
+    return {line[:16].strip(): line[17:] for line in text.splitlines()}
+
+
+def inspect(*arguments: str | Path, capsys: pytest.CaptureFixture) -> tuple[int, dict, str]:
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, lines(captured.out), captured.err
+
+
+@pytest.fixture(scope="module")
+def raw() -> dict[str, Any]:
+    return json.loads((DRAFTER / "config.json").read_text())
+
+
+def test_zlab(capsys: pytest.CaptureFixture) -> None:
+    status, printed, error = inspect(DRAFTER, "--target", TARGET, capsys=capsys)
+    assert (status, error) == (RUNS, "")
+    assert printed["format"] == "z-lab"
+    assert printed["block"].startswith("16 tokens")
+    assert printed["taps"] == "after layers 0, 1, 2 of a target of 4 layers, width 256"
+    assert printed["KV a token"].startswith("1024 bytes in bfloat16")
+    assert printed["embedding"] == printed["LM head"] == "the target's"
+    assert printed["fits the target"].startswith("yes")
+
+
+def test_speculators(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    mixed = raw | {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 64,
+    }
+    config = speculators_config(mixed, "someone/target", draft_vocab_size=500)
+    weights = load_file(DRAFTER / "model.safetensors")
+    reduced = reduced_vocabulary(torch.zeros(768, 256), torch.arange(500))
+    save(tmp_path, config, model=weights | reduced)
+    status, printed, _ = inspect(tmp_path, capsys=capsys)
+    assert status == RUNS
+    assert (printed["format"], printed["verifier"]) == ("speculators", "someone/target")
+    assert printed["vocabulary"] == "500 of the target's 768 tokens"
+    assert printed["LM head"] == "its own"
+    assert printed["attention"].startswith("layer 0 sees a window of 64 tokens, causal inside")
+    assert "layer 1 sees all of the context, both ways" in printed["attention"]
+    assert "keep the whole context" in printed["KV a token"]
+    assert "fits the target" not in printed
+
+
+def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    target = json.loads((TARGET / "config.json").read_text()) | {"num_hidden_layers": 6}
+    target.pop("layer_types")
+    save(tmp_path, target)
+    status, printed, error = inspect(DRAFTER, "--target", tmp_path, capsys=capsys)
+    assert (status, printed["fits the target"]) == (MISFIT, "no")
+    assert error.startswith("error: num_target_layers 4 of")
+
+
+def test_refused(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    status, printed, error = inspect(TARGET, capsys=capsys)
+    assert (status, printed) == (REFUSED, {})
+    assert "is not a DFlash checkpoint" in error
+    status, _, error = inspect(save(tmp_path, raw), capsys=capsys)
+    assert status == REFUSED and "has no *.safetensors file" in error
+    status, _, error = inspect(DRAFTER, "--target", tmp_path / "none", capsys=capsys)
+    assert status == REFUSED and "has no config that transformers can read" in error
+
+
+def test_as_a_command() -> None:
+    command = [sys.executable, "-m", "sglang_dflash.inspect"]
+    run = subprocess.run([*command, "/nowhere"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == REFUSED
+    assert run.stderr.strip().splitlines()[-1].startswith("error: ")
+    usage = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert usage.returncode == 2 and "PATH" in usage.stderr
