@@ -82,7 +82,9 @@ def uv_environment(python: Path) -> dict[str, str]:
     return env
 
 
-def install_dependencies(venv: Path, lock: Path, programs: Path, fresh: bool) -> None:
+def install_dependencies(
+    venv: Path, lock: Path, references: Path, programs: Path, fresh: bool
+) -> None:
     env = uv_environment(programs / "python")
     uv = programs / "uv"
     if fresh:
@@ -97,7 +99,7 @@ def install_dependencies(venv: Path, lock: Path, programs: Path, fresh: bool) ->
     options = ["--require-hashes", "--no-build", "--compile-bytecode"]
     options += [] if sys.stderr.isatty() else ["--quiet"]
     run(
-        *(uv, "pip", "sync", "--python", venv / "bin/python", *options, lock),
+        *(uv, "pip", "sync", "--python", venv / "bin/python", *options, lock, references),
         failure=f"uv could not install {lock.relative_to(ROOT)}: see its message above",
         env=env,
     )
@@ -119,14 +121,14 @@ def install_code(venv: Path, places: checkout.Places, programs: Path, dev: bool)
 def set_up(accel: str, dev: bool, venv: Path, places: checkout.Places) -> str:
     check_machine()
     pin = load_pin(places.pin)
-    lock = LOCKS / f"{accel}.lock"
+    lock, references = LOCKS / f"{accel}.lock", LOCKS / "references.lock"
     if not dev and places.checkout.exists():
         try:
             checkout.apply(places)  # notices edits that the installed wheel does not have
         except QueueError as error:
             raise QueueError(f"{error} Or add DEV=1, which runs the checkout as it is.") from None
     keys = {
-        "dependencies": digest(lock, sys.version, accel, Path(__file__)),
+        "dependencies": digest(lock, references, sys.version, accel, Path(__file__)),
         "code": digest(places.pin, ROOT / "pyproject.toml", f"{ROOT} {places.build} {dev}"),
     }
     stamp = venv / "sglang-dflash.json"
@@ -139,7 +141,7 @@ def set_up(accel: str, dev: bool, venv: Path, places: checkout.Places) -> str:
         checkout.apply(places)
     stamp.unlink(missing_ok=True)
     if done.get("dependencies") != keys["dependencies"]:
-        install_dependencies(venv, lock, programs, fresh=not done)
+        install_dependencies(venv, lock, references, programs, fresh=not done)
     install_code(venv, places, programs, dev)
     stamp.write_text(json.dumps(keys))
     return f"{venv} is ready ({accel}, sglang {pin.local_version})"

@@ -22,9 +22,11 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     # Local find-links folders would put builds that nobody else has into the locks.
     env = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
-    for name in ("bootstrap", "cpu", "cuda"):
+    for name in ("bootstrap", "cpu", "cuda", "references"):
         command = [arguments.uv, "pip", "compile", *OPTIONS, *options, f"{name}.in"]
-        if name != "bootstrap":
+        if name == "references":
+            command += ["--no-deps"]
+        elif name != "bootstrap":
             for overrides in ("overrides.txt", f"overrides-{name}.txt"):
                 command += ["--override", overrides]
         command += ["--output-file", f"{name}.lock"]

@@ -48,7 +48,10 @@ def requirements(name: str) -> dict[str, str]:
     return {re.match(r"[A-Za-z0-9._-]+", entry)[0].lower(): entry for entry in entries}
 
 
-@pytest.mark.parametrize("name", ["bootstrap.lock", "cpu.lock", "cuda.lock"])
+LOCKED = ["bootstrap.lock", "cpu.lock", "cuda.lock", "references.lock"]
+
+
+@pytest.mark.parametrize("name", LOCKED)
 def test_locks_are_exact_and_name_no_index(name):
     for project, entry in requirements(name).items():
         assert re.match(rf"{re.escape(project)}==\S+ \\\n +--hash=sha256:[0-9a-f]{{64}}", entry)
