@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash import acceptance_watch
 from sglang_dflash.acceptance_watch import STEPS, AcceptanceWatch
 
 
@@ -41,8 +40,3 @@ def test_too_early(said: list[int]) -> None:
     assert said == []
     watch.note([1])
     assert said == [STEPS]
-
-
-def test_the_sentence() -> None:
-    text = acceptance_watch._CAUSES % (STEPS, "drafter")
-    assert "none of the first 300 verify steps" in text and "\n" not in text
