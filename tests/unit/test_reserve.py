@@ -12,12 +12,17 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang.srt.utils import ceil_align
 
 from sglang_dflash.reserve import reserve, slot_limit, slots_required
 
 WIDTH, CONTEXT, SIZE = 8, 96, 960
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(speculative_num_draft_tokens=WIDTH)
+    monkeypatch.setattr("sglang_dflash.reserve.get_global_server_args", lambda: args)
 
 
 def world(page_size: int) -> SimpleNamespace:
@@ -35,7 +40,6 @@ def world(page_size: int) -> SimpleNamespace:
         token_to_kv_pool_allocator=allocator,
         page_size=page_size,
     )
-    set_global_server_args_for_scheduler(SimpleNamespace(speculative_num_draft_tokens=WIDTH))
     return SimpleNamespace(reqs=[], req_to_token_pool=table, tree_cache=ChunkCache(params))
 
 
