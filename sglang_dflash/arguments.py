@@ -65,6 +65,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     _choose_worker(args)
 
     args.speculative_num_draft_tokens = block_size(args, config)
+    _check_draft_window(args)
     args.speculative_eagle_topk = 1
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
@@ -93,6 +94,15 @@ def block_size(args: ServerArgs, config: DraftConfig) -> int:
             "one step: leave it out, and set the width with --speculative-dflash-block-size."
         )
     return size
+
+
+def _check_draft_window(args: ServerArgs) -> None:
+    size, width = args.speculative_dflash_draft_window_size, args.speculative_num_draft_tokens
+    if size is not None and size < width:
+        raise DFlashError(
+            f"--speculative-dflash-draft-window-size {size} is less than the block size {width}: give at least the "
+            "block size, or leave it out to let the drafter see all of the context."
+        )
 
 
 def _refuse_unsupported(args: ServerArgs) -> None:

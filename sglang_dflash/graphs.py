@@ -12,7 +12,7 @@ import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.accept import Accepted
@@ -24,6 +24,7 @@ from sglang_dflash.kernels.open_round import open_round
 from sglang_dflash.round import Round
 
 if TYPE_CHECKING:
+    from sglang_dflash.draft_window import DraftWindow
     from sglang_dflash.pair import DraftTargetPair
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,30 @@ class CapturedModel(BlockModel):
         super().__init__(runner)
         self.attention = attention
 
+    def prepare(self) -> None:
+        """Before the round's stages, when lengths and page table are filled."""
+        self.attention.prepare()
+
     def forward(self, batch: ForwardBatch) -> Any:
         batch.attn_backend = self.attention
         return self.runner.model.forward(batch.input_ids, batch.positions, batch)
+
+
+class CapturedWindowedModel(CapturedModel):
+    """The draft model behind its window."""
+
+    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention, window: DraftWindow):
+        super().__init__(runner, attention)
+        self.window = window
+
+    def prepare(self) -> None:
+        """What it sees is only known in `run`."""
+
+    def run(self, round: Round, tokens: torch.Tensor, capture: CaptureHiddenMode) -> Any:
+        seen = self.window.look(round)
+        self.window.page(seen, self.attention.cache_lengths, self.attention.page_table)
+        self.attention.prepare()
+        return super().run(seen, tokens, capture)
 
 
 class RoundGraphs:
@@ -149,21 +171,21 @@ class RoundGraphs:
         # Deterministic inference wants sums over keys in one order, whatever the batch.
         single = key.short or self._fills_device(key.bucket) or is_batch_invariant_mode_enabled()
         keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
+        lengths = self.cache_lengths[: key.bucket]
         page_table = self.page_table[: key.bucket, : -(-keys // self.page_size)]
-        return tuple(
-            CapturedModel(
-                model.runner,
-                Fa3BlockAttention(
-                    model.runner,
-                    self.cache_lengths[: key.bucket],
-                    page_table,
-                    key.width,
-                    num_splits=1 if single else 0,
-                    causal=causal,
-                ),
-            )
-            for model, causal in ((self.pair.draft, False), (self.pair.target, True))
-        )
+
+        def attention(runner: ModelRunner, causal: bool, *inputs: torch.Tensor):
+            splits = 1 if single else 0
+            return Fa3BlockAttention(runner, *inputs, key.width, num_splits=splits, causal=causal)
+
+        draft, target = self.pair.draft.runner, self.pair.target.runner
+        captured = CapturedModel(target, attention(target, True, lengths, page_table))
+        if (window := self.pair.window) is None:
+            return CapturedModel(draft, attention(draft, False, lengths, page_table)), captured
+        lengths = torch.zeros_like(lengths)
+        page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
+        windowed = attention(draft, False, lengths, page_table)
+        return CapturedWindowedModel(draft, windowed, window), captured
 
     def _round(self, key: Key, draft: CapturedModel, target: CapturedModel) -> Accepted:
         pair, rows = self.pair, self.rows[: key.bucket]
@@ -173,7 +195,7 @@ class RoundGraphs:
             pair.state.bonus_tokens,
             pair.req_to_token,
             self.cache_lengths,
-            self.page_table[:, : draft.attention.page_table.shape[1]],
+            self.page_table[:, : target.attention.page_table.shape[1]],
             width=key.width,
             page_size=self.page_size,
             padding_row=pair.state.padding_row,
@@ -183,8 +205,8 @@ class RoundGraphs:
         bounds = torch.full((key.bucket,), pair.context_len, dtype=torch.int64)
         bonus_tokens = tokens[:: key.width]
         round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens)
-        draft.attention.prepare()
-        target.attention.prepare()
+        draft.prepare()
+        target.prepare()
         return pair.stages(round, draft, target)[0]
 
 

@@ -20,6 +20,7 @@ from sglang_dflash.checkpoint import load_config
 from sglang_dflash.commit import commit_context
 from sglang_dflash.context_kv import write_context
 from sglang_dflash.draft_model import DFlashDraftModel
+from sglang_dflash.draft_window import DraftWindow, WindowedModel
 from sglang_dflash.fa3_attention import can_capture
 from sglang_dflash.formats.zlab import ARCHITECTURE
 from sglang_dflash.kernels.accept import accept_and_advance
@@ -35,6 +36,7 @@ from sglang_dflash.width import widths
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.graphs import RoundGraphs
@@ -47,9 +49,11 @@ class DraftTargetPair:
 
     def __init__(self, server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict):
         self.target_worker = target_worker
-        self.draft = BlockModel(load_draft_model(server_args, target_worker, ranks))
-        self.target = BlockModel(target_worker.model_runner)
         pool = target_worker.model_runner.req_to_token_pool
+        self.window = draft_window(server_args, pool)
+        runner = load_draft_model(server_args, target_worker, ranks, self.window)
+        self.draft = WindowedModel(runner, self.window) if self.window else BlockModel(runner)
+        self.target = BlockModel(target_worker.model_runner)
         self.req_to_token = pool.req_to_token
         self.context_len = target_worker.model_config.context_len
         self.state = RequestState(pool.size, self.req_to_token.device)
@@ -120,10 +124,18 @@ class DraftTargetPair:
         return RoundGraphs(self, sizes, widths(server_args))
 
 
+def draft_window(server_args: ServerArgs, whole: ReqToTokenPool) -> DraftWindow | None:
+    """What `--speculative-dflash-draft-window-size` asks for."""
+    size = server_args.speculative_dflash_draft_window_size
+    if size is None:
+        return None
+    return DraftWindow(size, server_args.speculative_num_draft_tokens, server_args.page_size, whole)
+
+
 def load_draft_model(
-    server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict
+    server_args: ServerArgs, target_worker: TpModelWorker, ranks: dict, window: DraftWindow | None
 ) -> ModelRunner:
-    """Loads the drafter beside the target, over the target's slots (same allocator, same table)."""
+    """Loads the drafter beside the target, over the target's slots (same allocator)."""
     target = target_worker.model_runner
     args = draft_server_args(server_args, target)
     config = load_config(
@@ -137,7 +149,7 @@ def load_draft_model(
             draft = TpModelWorker(
                 server_args=args,
                 is_draft_worker=True,
-                req_to_token_pool=req_to_token_pool,
+                req_to_token_pool=window.pool if window else req_to_token_pool,
                 token_to_kv_pool_allocator=allocator,
                 memory_pool_config=target.memory_pool_config,
                 **ranks,
@@ -146,6 +158,8 @@ def load_draft_model(
         # A model runner makes its own arguments the process's; the scheduler needs the user's.
         set_global_server_args_for_scheduler(server_args)
     draft.model.finish_loading(target.model)
+    if window is not None:
+        window.narrow(draft.model)
     return draft
 
 

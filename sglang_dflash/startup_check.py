@@ -26,10 +26,10 @@ def check_draft_model(draft: ModelRunner, target: BorrowedVocabulary, width: int
         DFlashError: a logit is not finite, so no draft would ever be accepted.
     """
     page, available = draft.page_size, draft.token_to_kv_pool.size
-    n = min(_CONTEXT, available - width)
+    model, table = draft.model, draft.req_to_token_pool.req_to_token
+    n = min(_CONTEXT, available - width, table.shape[1] - width)
     if n < 1:
         return  # a pool in which no request fits, which SGLang refuses itself
-    model, table = draft.model, draft.req_to_token_pool.req_to_token
     device = table.device
     positions = torch.arange(n + width, device=device)
     slots = page + positions  # the first page is for padding

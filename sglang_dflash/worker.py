@@ -10,6 +10,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.admission import bound_requests
 from sglang_dflash.commit import commit_round
 from sglang_dflash.pair import DraftTargetPair
 from sglang_dflash.reserve import reserve
@@ -55,6 +56,7 @@ class DFlashWorkerBase:
         self.next_width = width_policy(server_args)
         self.target_worker = target_worker
         self.pair = DraftTargetPair(server_args, target_worker, ranks)
+        bound_requests(target_worker)
         watch_rounds(self.pair)
         if tp_rank == 0:
             logger.info(

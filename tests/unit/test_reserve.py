@@ -14,9 +14,11 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.utils import ceil_align
 
-from sglang_dflash.reserve import reserve, slot_limit, slots_required
+from sglang_dflash.reserve import reserve, slot_limit, slots_required, waits_for_slots
+from sglang_dflash.spec_input import DFlashDraftInput
 
 WIDTH, CONTEXT, SIZE = 8, 96, 960
+ONE_ROUND, TWO_ROUNDS = DFlashDraftInput(WIDTH), DFlashDraftInput(2 * WIDTH)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def test_a_block_beside_the_prompt(page_size: int) -> None:
     batch = world(page_size)
     req = admit(batch, prompt=13, limit=60)
     before = batch.tree_cache.token_to_kv_pool_allocator.available_size()
-    required = slots_required([req], page_size, overlapped=False)
+    required = slots_required([req], page_size, ONE_ROUND)
     reserve(batch, WIDTH)
     after = batch.tree_cache.token_to_kv_pool_allocator.available_size()
     assert before - after == required == (8 if page_size == 1 else 16)
@@ -133,7 +135,7 @@ def test_what_was_reserved_stays_reserved() -> None:
     reserve(batch, WIDTH)
     first = owned(batch, req)
     req.kv_committed_len += 3
-    assert slots_required([req], 1, overlapped=False) == 3
+    assert slots_required([req], 1, ONE_ROUND) == 3
     reserve(batch, WIDTH)
     assert owned(batch, req)[: len(first)] == first
     assert req.kv_allocated_len == 10 + 3 + WIDTH
@@ -143,7 +145,37 @@ def test_what_was_reserved_stays_reserved() -> None:
 def test_overlap_needs_two_blocks() -> None:
     batch = world(1)
     req = admit(batch, prompt=10, limit=60)
-    assert slots_required([req], 1, overlapped=True) == 2 * WIDTH
+    assert slots_required([req], 1, TWO_ROUNDS) == 2 * WIDTH
+
+
+def overlapped(batch: SimpleNamespace, pending: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """The batch as the overlapped scheduler has it, with results that it has not seen yet."""
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+
+    def check_decode_mem(selected: list[int]) -> bool:
+        required = slots_required([batch.reqs[i] for i in selected], 1, batch.spec_info)
+        return allocator.available_size() >= required
+
+    batch.is_spec_v2, batch.spec_info = True, TWO_ROUNDS
+    batch.check_decode_mem = check_decode_mem
+    return SimpleNamespace(result_queue=[object()] * pending), batch
+
+
+@pytest.mark.parametrize("free", [WIDTH - 1, WIDTH, 2 * WIDTH - 1, 2 * WIDTH])
+@pytest.mark.parametrize("pending", [0, 1])
+def test_reservations_shrink_before_anyone_is_retracted(free: int, pending: int) -> None:
+    """Where two rounds ahead do not fit, the pending result is seen first and one is asked for."""
+    batch = world(1)
+    req, done = admit(batch, prompt=10, limit=60), admit(batch, prompt=10, limit=60)
+    req.finished, done.finished = lambda: False, lambda: True
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    allocator.alloc(allocator.available_size() - free)
+    scheduler, batch = overlapped(batch, pending)
+    short = free < 2 * WIDTH
+    assert waits_for_slots(scheduler, batch) == (short and pending > 0)
+    assert batch.spec_info.lookahead == (WIDTH if short and pending else 2 * WIDTH)
+    if pending:
+        assert batch.check_decode_mem([0]) == (free >= WIDTH)
 
 
 def test_exhausted_pool() -> None:
@@ -168,7 +200,7 @@ def test_rounds_until_everyone_is_done(page_size: int, shapes: list, data: st.Da
         admit(batch, prompt, limit)
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     while batch.reqs:
-        expected = slots_required(batch.reqs, page_size, overlapped=False)
+        expected = slots_required(batch.reqs, page_size, ONE_ROUND)
         before = allocator.available_size()
         reserve(batch, WIDTH)
         assert before - allocator.available_size() == expected
