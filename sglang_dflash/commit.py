@@ -12,6 +12,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.acceptance_watch import watch
 from sglang_dflash.context_kv import write_context
+from sglang_dflash.not_finite import NOT_FINITE, end_of
 from sglang_dflash.round import Round
 from sglang_dflash.verify import Verified
 
@@ -74,6 +75,8 @@ def commit_tokens(req: Req, tokens: list[int]) -> int:
     """
     taken = 0
     for token in tokens:
+        if token == NOT_FINITE:
+            token = end_of(req)
         req.output_ids.append(token)
         taken += 1
         req.check_finished()

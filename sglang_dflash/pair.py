@@ -24,6 +24,7 @@ from sglang_dflash.draft_window import DraftWindow, WindowedModel
 from sglang_dflash.fa3_attention import can_capture
 from sglang_dflash.formats.zlab import ARCHITECTURE
 from sglang_dflash.kernels.accept import accept_and_advance
+from sglang_dflash.not_finite import NOT_FINITE, padding
 from sglang_dflash.propose import propose
 from sglang_dflash.release_folder import release_folder
 from sglang_dflash.round import Round
@@ -61,6 +62,7 @@ class DraftTargetPair:
         self.head = GreedyHead(vocabulary)
         width = server_args.speculative_num_draft_tokens
         check_draft_model(self.draft.runner, vocabulary, width)
+        padding.watch(self.target.runner, self.draft.runner)
         self.graphs = self._capture_graphs(server_args)
 
     def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
@@ -76,6 +78,7 @@ class DraftTargetPair:
         write_context(
             self.draft.runner, tapped.hidden_states, extend_positions(batch), batch.out_cache_loc
         )
+        result.next_token_ids.masked_fill_(tapped.not_finite, NOT_FINITE)
         self.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
         return result
 
@@ -87,6 +90,7 @@ class DraftTargetPair:
         sampling: Sampling | None = None,
     ) -> tuple[Accepted, LogitsProcessorOutput | None]:
         """One round over the requests at `rows` ([bs] int64); see `Round` and `verify`."""
+        padding.clean()
         if sampling is None and self.graphs is not None:
             if (key := self.graphs.key(start_bounds, width)) is not None:
                 return self.graphs.replay(key, rows), None

@@ -18,6 +18,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.grammar import vocabulary_mask
+from sglang_dflash.not_finite import NOT_FINITE, take_out
 from sglang_dflash.penalties import is_penalized, row_penalties
 
 if TYPE_CHECKING:
@@ -102,22 +103,22 @@ class Sampling:
         for part in parts:
             rows = slice(part.start * width, part.stop * width)
             output, info = logits(rows), self.rows(part, drafts[part], width)
+            not_finite = take_out(output.next_token_logits)
             info.apply_logits_bias(output.next_token_logits)
-            drawn.append(
-                sampler(
-                    output,
-                    info,
-                    self.return_logprob,
-                    _repeat(self.top_logprobs_nums[part], width),
-                    _repeat(self.token_ids_logprobs[part], width),
-                    round.positions[rows],
-                )
+            tokens = sampler(
+                output,
+                info,
+                self.return_logprob,
+                _repeat(self.top_logprobs_nums[part], width),
+                _repeat(self.token_ids_logprobs[part], width),
+                round.positions[rows],
             )
+            drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
             if self.return_logprob:
                 _append(whole, output, rows.stop - rows.start)
         if whole.next_token_logprobs is not None:
             whole.next_token_logprobs = whole.next_token_logprobs.view(bs, width)
-        return torch.cat(drawn).to(torch.int64).view(bs, width), whole
+        return torch.cat(drawn).view(bs, width), whole
 
     def rows(self, part: slice, drafts: torch.Tensor, width: int) -> SamplingBatchInfo:
         """Parameters of some requests, a row for each row of their blocks.

@@ -15,7 +15,7 @@ class RequestState:
     that has finished meanwhile cannot disturb the next owner of the row.
 
     Attributes:
-        bonus_tokens: [rows + 1] int64.
+        bonus_tokens: [rows + 1] int64; 0 where NaN chose (`not_finite.py`), for a round in vain.
         lengths: [rows + 1] int64.
         padding_row: row of the requests that only pad a batch; its length stays 0.
     """
@@ -27,12 +27,12 @@ class RequestState:
 
     def start(self, rows: torch.Tensor, bonus_tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """After a prefill: [bs] int64 each; `lengths` are those of the prompts."""
-        self.bonus_tokens[rows] = bonus_tokens.to(torch.int64)
+        self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)
         self.lengths[rows] = lengths
 
     def advance(self, rows: torch.Tensor, accepted: Accepted) -> None:
         """After a round over `rows` ([bs] int64)."""
-        self.bonus_tokens[rows] = accepted.bonus_tokens
+        self.bonus_tokens[rows] = accepted.bonus_tokens.clamp(min=0)
         self.lengths[rows] = torch.where(
             rows < self.padding_row, self.lengths[rows] + accepted.lengths, 0
         )

@@ -16,6 +16,7 @@ from torch import nn
 from sglang_dflash.block_model import BlockModel
 from sglang_dflash.checkpoint import load_config
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.not_finite import mark, take_out
 from sglang_dflash.round import Round
 from sglang_dflash.sampling import Sampling
 from sglang_dflash.vocabulary import BorrowedVocabulary
@@ -51,7 +52,8 @@ class GreedyHead(nn.Module):
     def forward(
         self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *_, **__
     ) -> Verified:
-        tokens = self.vocabulary[0].argmax(hidden_states)
+        logits, tokens = self.vocabulary[0].likeliest(hidden_states)
+        tokens = mark(tokens, logits)
         return Verified(
             tokens.view(-1, batch.spec_info.draft_token_num), torch.cat(aux_hidden_states, dim=-1)
         )
@@ -64,18 +66,22 @@ class TappedHead(nn.Module):
 
     Attributes:
         hidden_states: [rows, taps * hidden] of the forward pass.
+        not_finite: [requests] bool, whose next token NaN would choose.
     """
 
     def __init__(self, processor: nn.Module):
         super().__init__()
         self.processor = (processor,)
         self.hidden_states: torch.Tensor | None = None
+        self.not_finite: torch.Tensor | None = None
 
     def forward(
         self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *rest: Any
     ) -> LogitsProcessorOutput:
         self.hidden_states = torch.cat(aux_hidden_states, dim=-1)
-        return self.processor[0](input_ids, hidden_states, lm_head, batch, None, *rest)
+        output = self.processor[0](input_ids, hidden_states, lm_head, batch, None, *rest)
+        self.not_finite = take_out(output.next_token_logits)
+        return output
 
 
 class RowsHead(TappedHead):

@@ -53,19 +53,24 @@ class BorrowedVocabulary:
         )
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie.
+        """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie."""
+        return self.likeliest(hidden)[1]
+
+    def likeliest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest logit of each row, NaN if one is, and its token: [n, hidden] → [n], [n] int64.
 
         Each rank looks at its part of the vocabulary, and one gather of two numbers a row decides.
         """
         value, index = row_max(self.logits(hidden))
         group = get_tp_group()
         if group.world_size == 1:
-            return index
+            return value, index
         # float64 holds every logit and every token id exactly.
         mine = torch.stack([value.double(), (index + self._first_id).double()])  # [2, n]
         values, ids = group.all_gather(mine[None], dim=0).unbind(dim=1)  # [tp, n] each
         best = values.argmax(dim=0, keepdim=True)
-        return ids.gather(0, best).squeeze(0).to(torch.int64)
+        token = ids.gather(0, best).squeeze(0).to(torch.int64)
+        return values.gather(0, best).squeeze(0), token
 
 
 def _embedding(target: nn.Module) -> nn.Module:

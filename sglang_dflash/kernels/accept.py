@@ -39,7 +39,7 @@ def _accept(
     tl.store(bonus_out_ptr + request, bonus)
     row = tl.load(rows_ptr + request)
     if row != padding_row:
-        tl.store(bonus_ptr + row, bonus)
+        tl.store(bonus_ptr + row, tl.maximum(bonus, 0))
         tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) + accepted + 1)
 
 

@@ -19,16 +19,23 @@ def _row_max(x_ptr, value_ptr, index_ptr, stride, SIZE: tl.constexpr, TILE: tl.c
         inside = first + i < SIZE
         x = tl.load(x_ptr + row * stride + first + i, mask=inside, other=float("-inf"))
         x = x.to(tl.float32)
-        higher = x > best
+        higher = (x > best) | ((x != x) & (best == best))  # NaN is the largest, the first of them
         best = tl.where(higher, x, best)
         at = tl.where(higher, first + i, at)
-    top = tl.max(best, axis=0)
-    tl.store(value_ptr + row, top.to(value_ptr.dtype.element_ty))
-    tl.store(index_ptr + row, tl.min(tl.where(best == top, at, SIZE), axis=0).to(tl.int64))
+    nan = best != best
+    top = tl.max(tl.where(nan, float("inf"), best), axis=0)
+    any_nan = tl.max(nan.to(tl.int32), axis=0) > 0
+    is_top = nan | ((best == top) & (any_nan == 0))
+    value = tl.where(any_nan, float("nan"), top)
+    tl.store(value_ptr + row, value.to(value_ptr.dtype.element_ty))
+    tl.store(index_ptr + row, tl.min(tl.where(is_top, at, SIZE), axis=0).to(tl.int64))
 
 
 def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices of the largest elements, the lower index of equal ones: [n, size] → [n] each."""
+    """Values and indices of the largest elements, the lower index of equal ones: [n, size] → [n] each.
+
+    NaN is larger than anything.
+    """
     if not x.is_cuda or len(x) < _FEWEST_ROWS:
         value, index = x.max(dim=-1)
         return value, index
@@ -36,7 +43,7 @@ def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_max_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`row_max` by the kernel; elements of a row are side by side and none is NaN."""
+    """`row_max` by the kernel; elements of a row are side by side."""
     value, index = x.new_empty(len(x)), x.new_empty(len(x), dtype=torch.int64)
     size = x.shape[1]
     tile = min(4096, triton.next_power_of_2(size))

@@ -21,6 +21,8 @@ from sglang_dflash.kernels.qk_norm_rope_store import (
 )
 from sglang_dflash.kernels.skinny_matmul import TILINGS, Tiling, launch, product, product_swiglu
 from sglang_dflash.kernels.swiglu import swiglu, swiglu_reference
+from sglang_dflash.not_finite import NOT_FINITE
+from sglang_dflash.state import RequestState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, COLUMNS = 6, 2500
@@ -91,6 +93,20 @@ def test_accept(width: int) -> None:
             assert state.bonus_tokens[row] == moves * expected.bonus_tokens[request]
 
 
+def test_accept_of_nan() -> None:
+    """What NaN chose ends the accepted tokens, and the next round starts from a token that exists."""
+    target = torch.tensor([[5, NOT_FINITE, 7], [NOT_FINITE, 6, 7], [5, 6, 7]], device=DEVICE)
+    draft = torch.tensor([[5, 6]] * 3, device=DEVICE)
+    rows = torch.arange(3, device=DEVICE)
+    states = [RequestState(3, DEVICE) for _ in range(2)]
+    made = accept_and_advance(target, draft, rows, states[0])
+    expected = accept(target, draft)
+    states[1].advance(rows, expected)
+    assert made.lengths.tolist() == expected.lengths.tolist() == [2, 1, 3]
+    for state in states:
+        assert state.bonus_tokens.tolist() == [0, 0, 7, 0]
+
+
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (32, 8, 128), (3, 1, 64)])
 def test_qk_norm_rope_store(q_heads: int, kv_heads: int, dim: int) -> None:
     n = 5
@@ -149,6 +165,16 @@ def test_row_max(n: int, size: int) -> None:
     value, index = row_max_kernel(x)
     assert torch.equal(value, x.max(dim=-1).values)
     assert torch.equal(index, (x == value[:, None]).int().argmax(dim=-1))
+
+
+def test_row_max_of_nan() -> None:
+    x = torch.randn(5, 9000, device=DEVICE)
+    x[1] = float("nan")
+    x[2, 8000:8003] = float("nan")
+    x[3, 17], x[3, 4200] = float("inf"), float("nan")
+    value, index = row_max_kernel(x)
+    assert value.isnan().tolist() == [False, True, True, True, False]
+    assert index.tolist() == x.max(dim=-1).indices.tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
