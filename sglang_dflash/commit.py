@@ -12,6 +12,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.acceptance_watch import watch
 from sglang_dflash.context_kv import write_context
+from sglang_dflash.metrics import metrics
 from sglang_dflash.not_finite import NOT_FINITE, end_of
 from sglang_dflash.round import Round
 from sglang_dflash.verify import Verified
@@ -58,6 +59,7 @@ def commit_round(
             commit_output(req, taken[-1], output, index * len(row))
         counted += [] if in_vain else [length]
     watch.note(counted)
+    metrics.rounds.committed(tokens.shape[1], [len(each) for each in taken if each])
     return taken
 
 

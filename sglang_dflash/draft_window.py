@@ -66,9 +66,7 @@ class DraftWindow:
             start_bounds=round.start_bounds.clamp(max=self.longest),
         )
 
-    def page(
-        self, seen: Round, cache_lengths: torch.Tensor, page_table: torch.Tensor
-    ) -> None:
+    def page(self, seen: Round, cache_lengths: torch.Tensor, page_table: torch.Tensor) -> None:
         """Fills what paged attention reads of a round that `look` gave.
 
         Args:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_dflash.metrics import metrics
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -61,6 +63,7 @@ def end_of(req: Req) -> int:
     logger.error("Request %s failed: %s", req.rid, message)
     req.not_finite = True
     padding.soil()
+    metrics.rounds.not_finite()
     return min(req.eos_token_ids or {0})
 
 

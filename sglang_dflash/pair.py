@@ -24,6 +24,7 @@ from sglang_dflash.draft_window import DraftWindow, WindowedModel
 from sglang_dflash.fa3_attention import can_capture
 from sglang_dflash.formats.zlab import ARCHITECTURE
 from sglang_dflash.kernels.accept import accept_and_advance
+from sglang_dflash.metrics import NO_GRAPH, SAMPLING, metrics
 from sglang_dflash.not_finite import NOT_FINITE, padding
 from sglang_dflash.propose import propose
 from sglang_dflash.release_folder import release_folder
@@ -91,9 +92,11 @@ class DraftTargetPair:
     ) -> tuple[Accepted, LogitsProcessorOutput | None]:
         """One round over the requests at `rows` ([bs] int64); see `Round` and `verify`."""
         padding.clean()
-        if sampling is None and self.graphs is not None:
-            if (key := self.graphs.key(start_bounds, width)) is not None:
+        if self.graphs is not None:
+            key = self.graphs.key(start_bounds, width) if sampling is None else None
+            if key is not None:
                 return self.graphs.replay(key, rows), None
+            metrics.rounds.fell_back(NO_GRAPH if sampling is None else SAMPLING)
         round = Round.open(
             self.state, rows, start_bounds, width, self.req_to_token, self.context_len
         )

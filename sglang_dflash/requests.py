@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.metrics import refusing
 from sglang_dflash.parameters import (
     check_embeddings,
     check_indices,
@@ -41,8 +42,9 @@ def check_received(received: Any) -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     if isinstance(received, GenerateReqInput):
-        check_types(received.sampling_params)
-        check_lengths(received)
+        with refusing("unreadable"):
+            check_types(received.sampling_params)
+            check_lengths(received)
 
 
 def check_requests(manager: TokenizerManager, received: Any) -> None:
@@ -64,14 +66,17 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
     )
     for request in requests:
         given = (manager.preferred_sampling_params or {}) | request.sampling_params
-        sampling = manager.sampling_params_class(**given)
-        sampling.normalize(manager.tokenizer)
-        sampling.verify(manager.model_config.vocab_size)
-        if manager.server_args.enable_custom_logit_processor:
-            check_processor(request.custom_logit_processor)
-        check_embeddings(request.input_embeds, manager.model_config.hidden_size)
-        check_indices(request, sampling, manager.model_config.vocab_size)
-        check_request(request, sampling, manager.server_args.enable_deterministic_inference)
+        with refusing("sampling_params"):
+            sampling = manager.sampling_params_class(**given)
+            sampling.normalize(manager.tokenizer)
+            sampling.verify(manager.model_config.vocab_size)
+        with refusing("out_of_range"):
+            if manager.server_args.enable_custom_logit_processor:
+                check_processor(request.custom_logit_processor)
+            check_embeddings(request.input_embeds, manager.model_config.hidden_size)
+            check_indices(request, sampling, manager.model_config.vocab_size)
+        with refusing("unsupported"):
+            check_request(request, sampling, manager.server_args.enable_deterministic_inference)
 
 
 def check_request(request: Any, sampling: Any, deterministic: bool) -> None:

@@ -16,6 +16,8 @@ from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.server_args import get_global_server_args
 from sglang.srt.utils import ceil_align
 
+from sglang_dflash.metrics import SLOTS, metrics
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -68,6 +70,7 @@ def waits_for_slots(scheduler: Scheduler, batch: ScheduleBatch) -> bool:
         return False
     width = get_global_server_args().speculative_num_draft_tokens
     batch.spec_info = replace(batch.spec_info, lookahead=width)
+    metrics.rounds.fell_back(SLOTS)
     return True
 
 

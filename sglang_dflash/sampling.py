@@ -18,6 +18,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.grammar import vocabulary_mask
+from sglang_dflash.metrics import HISTORY, metrics
 from sglang_dflash.not_finite import NOT_FINITE, take_out
 from sglang_dflash.penalties import is_penalized, row_penalties
 
@@ -192,6 +193,14 @@ def needs_history(batch: ScheduleBatch | ModelWorkerBatch) -> bool:
         or batch.sampling_info.has_custom_logit_processor
         or any(map(is_penalized, batch.reqs))
     )
+
+
+def waits_for_history(batch: ScheduleBatch) -> bool:
+    """`needs_history` of the batch that the overlapped scheduler is about to launch."""
+    waits = needs_history(batch)
+    if waits:
+        metrics.rounds.fell_back(HISTORY)
+    return waits
 
 
 class _RequestAfter:

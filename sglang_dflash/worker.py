@@ -12,6 +12,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.admission import bound_requests
 from sglang_dflash.commit import commit_round
+from sglang_dflash.memory import pool_bytes, report_memory
+from sglang_dflash.metrics import metrics
 from sglang_dflash.pair import DraftTargetPair
 from sglang_dflash.reserve import reserve
 from sglang_dflash.sampling import Sampling
@@ -57,6 +59,11 @@ class DFlashWorkerBase:
         self.target_worker = target_worker
         self.pair = DraftTargetPair(server_args, target_worker, ranks)
         bound_requests(target_worker)
+        slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
+        slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
+        metrics.start(server_args, ranks, self.model_runner, slot_bytes)
+        if tp_rank == 0:
+            report_memory(target_worker.model_runner, self.model_runner)
         watch_rounds(self.pair)
         if tp_rank == 0:
             logger.info(

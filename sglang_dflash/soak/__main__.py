@@ -1,6 +1,6 @@
 """`python -m sglang_dflash.soak URL`: a bounded random mix of requests, and a report.
 
-Concurrency swings from 1 to 32 in waves. After each wave the server is idle: its slots must all be
+Concurrency swings between two limits in waves. After each wave the server is idle: its slots must all be
 free once the cache is flushed. Exit status 1 if anything was wrong.
 """
 
@@ -62,7 +62,7 @@ def soak(client: Client, mix: Mix, options: argparse.Namespace) -> Report:
     """Waves until the time or the number of requests is reached, or the server is gone."""
     report, begin = Report(), time.monotonic()
     while report.seconds < options.seconds and sum(report.outcomes.values()) < options.requests:
-        concurrency = mix.random.randint(1, options.max_concurrency)
+        concurrency = mix.random.randint(options.min_concurrency, options.max_concurrency)
         wave = [mix.request(options.malformed) for _ in range(4 * concurrency)]
         with ThreadPoolExecutor(concurrency) as pool:
             for outcome in pool.map(lambda traffic: send(client, traffic), wave):
@@ -137,6 +137,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=Path("checkpoints/tiny/data/test.jsonl"))
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--requests", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--min-concurrency", type=int, default=1)
     parser.add_argument("--max-concurrency", type=int, default=32)
     parser.add_argument("--malformed", type=float, default=0.05, help="share of the requests")
     parser.add_argument("--pid", type=int, help="of the server, to watch its memory")

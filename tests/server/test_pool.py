@@ -10,10 +10,19 @@ import pytest
 from tests.server.checks import accept_length, assert_same
 from tests.server.harness import CHOSEN_WORKERS, Server, running
 
-# Optimistic admission into a pool that holds about three of the requests below.
-POOL = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.05")
-BLOCK = ("--speculative-dflash-block-size", "8")
-ANSWER = 120
+# A pool of four blocks a request, which holds about three of those below.
+CONCURRENCY, WIDTH = 16, 8
+SLOTS = 4 * WIDTH * CONCURRENCY
+POOL = ("--max-total-tokens", str(SLOTS))
+# SGLang admits a request if the pool has room for all that it may write, and for what the running ones
+# still may; with these, for one block of the new one.
+CARELESS = {
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(WIDTH),
+    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0",
+    "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
+}
+BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
+ANSWER, REQUESTS, RETRACTIONS = 120, 64, 50
 
 
 @pytest.fixture(
@@ -22,17 +31,21 @@ ANSWER = 120
 def tight(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
     worker, page = request.param
     arguments = ("--page-size", page, *POOL, *BLOCK, "--reasoning-parser", "qwen3")
-    with running(logs / f"tight-{worker}-{page}.log", *arguments, worker=worker) as server:
+    log = logs / f"tight-{worker}-{page}.log"
+    with running(log, *arguments, worker=worker, **CARELESS) as server:
         yield server
 
 
 def test_retraction(tight: Server, plain: Server, prompts: list[str]) -> None:
+    """Requests that are thrown out of the pool again and again answer as in a roomy one."""
     sampling = {"max_new_tokens": ANSWER, "ignore_eos": True}
     # One batch: on a busy machine, requests of their own might come too late to meet.
-    body = {"text": prompts[:12], "sampling_params": {"temperature": 0} | sampling}
+    body = {"text": prompts[:REQUESTS], "sampling_params": {"temperature": 0} | sampling}
     answers = tight.post("/generate", body).json()
-    assert sum(answer["meta_info"]["total_retractions"] for answer in answers) > 0
-    for prompt, answer in zip(prompts[:12], answers, strict=True):
+    retractions = sum(answer["meta_info"]["total_retractions"] for answer in answers)
+    print(f"{retractions} retractions")
+    assert retractions >= RETRACTIONS
+    for prompt, answer in zip(prompts[:REQUESTS], answers, strict=True):
         assert_same(answer, plain.reference(prompt, **sampling), plain, prompt)
     tight.check_idle()
 
@@ -48,9 +61,26 @@ def test_smaller_block(tight: Server, plain: Server, prompts: list[str]) -> None
 
 
 def test_one_request_fills_the_pool(tight: Server, plain: Server, prompts: list[str]) -> None:
-    """The longest request that plain decoding admits into such a pool; its last blocks are cut."""
+    """The longest request that such a pool can hold; its last blocks are cut."""
     prompt_tokens = tight.generate(prompts[0], max_new_tokens=1)["meta_info"]["prompt_tokens"]
-    sampling = {"max_new_tokens": 640 - 17 - prompt_tokens, "ignore_eos": True}
+    limit = tight.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert SLOTS - 16 < limit <= SLOTS
+    sampling = {"max_new_tokens": limit - 2 - prompt_tokens, "ignore_eos": True}
     answer = tight.generate(prompts[0], **sampling)
     assert_same(answer, plain.reference(prompts[0], **sampling), plain, prompts[0])
+    tight.check_idle()
+
+
+def test_limit_of_a_request(tight: Server, plain: Server, prompts: list[str]) -> None:
+    """What the pool cannot hold is refused where it arrives, and the limit is advertised."""
+    limit = tight.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert tight.get("/server_info").json()["max_model_len"] == limit
+    assert plain.get("/v1/models").json()["data"][0]["max_model_len"] > limit
+    too_many = {"prompt": [5] * 20, "max_tokens": limit, "model": "default"}
+    too_long = {"prompt": [5] * (limit + 1), "max_tokens": 4, "model": "default"}
+    for body in (too_many, too_long):
+        response = tight.post("/v1/completions", body)
+        assert response.status_code == 400 and f"{limit} tokens" in response.text, response.text
+    unlimited = tight.generate([5] * 20, max_new_tokens=None, ignore_eos=True)
+    assert unlimited["meta_info"]["completion_tokens"] == limit - 2 - 20
     tight.check_idle()

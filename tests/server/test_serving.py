@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -168,3 +169,20 @@ def test_abort_beside_others(either: Server, plain: Server, prompts: list[str]) 
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     for prompt, answer in zip(prompts[10:14], answers, strict=True):
         assert_same(answer, plain.reference(prompt))
+
+
+def test_memory_is_as_planned(dflash: Server) -> None:
+    """The log's plan, by which the pool is sized, against what was allocated."""
+    log = dflash.log.read_text(errors="replace")
+    planned = re.search(
+        r"planned: (\d+) bytes of target KV and (\d+) of draft KV a slot, (\d+) bytes of draft", log
+    )
+    allocated = re.search(
+        r"allocated: (\d+) bytes of target KV and (\d+) of draft KV in (\d+) slots, (\d+) bytes",
+        log,
+    )
+    target_kv, draft_kv, weights = map(int, planned.groups())
+    target_pool, draft_pool, slots, model = map(int, allocated.groups())
+    assert target_pool == pytest.approx(target_kv * slots, rel=0.01)
+    assert draft_pool == pytest.approx(draft_kv * slots, rel=0.01)
+    assert model == pytest.approx(weights, rel=0.01)

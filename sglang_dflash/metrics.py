@@ -1,0 +1,187 @@
+"""Prometheus metrics of DFlash on `/metrics`, if the server runs with `--enable-metrics`.
+
+Named and labelled as SGLang's own. Rounds are counted where they are committed, on the host, so that
+rounds in vain count nowhere; nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.server_args import get_global_server_args
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+# Name, kind, what it counts, and labels beside those of the server.
+METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "sglang:dflash_rounds_total": (
+        "Counter",
+        "Verify steps of requests: one for each request in a round.",
+        (),
+    ),
+    "sglang:dflash_drafted_tokens_total": ("Counter", "Tokens that the draft model drafted.", ()),
+    "sglang:dflash_accepted_tokens_total": (
+        "Counter",
+        "Drafted tokens that requests took, without bonus tokens.",
+        (),
+    ),
+    "sglang:dflash_accept_length": (
+        "Histogram",
+        "Tokens that a request took from a round, the bonus token included.",
+        (),
+    ),
+    "sglang:dflash_drafted_at_position_total": (
+        "Counter",
+        "Tokens drafted at a position of the block; 1 is the first draft.",
+        ("position",),
+    ),
+    "sglang:dflash_accepted_at_position_total": (
+        "Counter",
+        "Drafted tokens that requests took, by position of the block.",
+        ("position",),
+    ),
+    "sglang:dflash_draft_kv_used_tokens": (
+        "Gauge",
+        "Slots of the draft KV pool in use, cached prefixes included.",
+        (),
+    ),
+    "sglang:dflash_draft_kv_used_bytes": ("Gauge", "The same in bytes, on one rank.", ()),
+    "sglang:dflash_fallbacks_total": (
+        "Counter",
+        "Rounds that could not take the fast way, by reason.",
+        ("reason",),
+    ),
+    "sglang:dflash_not_finite_total": ("Counter", "Requests that failed with NaN logits.", ()),
+    "sglang:dflash_refusals_total": (
+        "Counter",
+        "Requests refused with status 400 by DFlash, by reason.",
+        ("reason",),
+    ),
+}
+
+# Why a round was not replayed from a graph, though graphs are captured, and why an overlapped round
+# waited for the one before.
+SAMPLING, NO_GRAPH, HISTORY, SLOTS = "sampling", "no_graph", "history", "slots"
+
+
+@cache
+def _metric(name: str, labels: tuple[str, ...], **options: Any) -> Any:
+    # prometheus_client reads its directory when it is imported, so not before the server set it.
+    import prometheus_client
+
+    kind, text, own = METRICS[name]
+    options = dict(options)
+    if kind == "Gauge":
+        options["multiprocess_mode"] = "mostrecent"
+    return getattr(prometheus_client, kind)(name, text, labelnames=(*labels, *own), **options)
+
+
+class RoundMetrics:
+    """What one scheduler says of its rounds."""
+
+    def __init__(self, args: ServerArgs, labels: dict[str, Any], draft: ModelRunner, slot: int):
+        """
+        Args:
+            slot: bytes of draft KV in one slot.
+        """
+        self._labels, self._names = labels, tuple(labels)
+        self._pool, self._slot = draft.token_to_kv_pool_allocator, slot
+        self._size = draft.token_to_kv_pool.size
+        buckets = tuple(range(1, args.speculative_num_draft_tokens + 1))
+        self._lengths = _metric("sglang:dflash_accept_length", self._names, buckets=buckets)
+
+    def _add(self, name: str, amount: int, **own: str) -> None:
+        if amount:
+            name = f"sglang:dflash_{name}_total"
+            _metric(name, self._names).labels(**self._labels, **own).inc(amount)
+
+    def _set(self, name: str, value: int) -> None:
+        name = f"sglang:dflash_{name}"
+        _metric(name, self._names).labels(**self._labels).set(value)
+
+    def committed(self, width: int, taken: Sequence[int]) -> None:
+        """After a round.
+
+        Args:
+            width: rows of its blocks.
+            taken: how many tokens each request took, those aside for which it ran in vain.
+        """
+        rounds, lengths = len(taken), self._lengths.labels(**self._labels)
+        self._add("rounds", rounds)
+        self._add("drafted_tokens", rounds * (width - 1))
+        self._add("accepted_tokens", sum(taken) - rounds)
+        for length, times in Tally(taken).items():
+            for _ in range(times):
+                lengths.observe(length)
+        for position in range(1, width):
+            accepted = sum(length > position for length in taken)
+            self._add("drafted_at_position", rounds, position=str(position))
+            self._add("accepted_at_position", accepted, position=str(position))
+        used = self._size - self._pool.available_size()
+        self._set("draft_kv_used_tokens", used)
+        self._set("draft_kv_used_bytes", used * self._slot)
+
+    def fell_back(self, reason: str) -> None:
+        """A round could not take the fast way; `reason` is one of this module's."""
+        self._add("fallbacks", 1, reason=reason)
+
+    def not_finite(self) -> None:
+        """A request failed with NaN."""
+        self._add("not_finite", 1)
+
+
+class _Off:
+    """Without `--enable-metrics`."""
+
+    def committed(self, width: int, taken: Sequence[int]) -> None: ...
+
+    def fell_back(self, reason: str) -> None: ...
+
+    def not_finite(self) -> None: ...
+
+
+class Metrics:
+    """The scheduler's metrics, wherever in its process something happens."""
+
+    def __init__(self) -> None:
+        self.rounds: RoundMetrics | _Off = _Off()
+
+    def start(self, args: ServerArgs, ranks: dict[str, Any], draft: ModelRunner, slot: int) -> None:
+        """Counts from now on, if this rank is one that SGLang counts on."""
+        reports = ranks["tp_rank"] == 0 or args.enable_metrics_for_all_schedulers
+        if not (args.enable_metrics and reports):
+            return
+        labels = {
+            "model_name": args.served_model_name,
+            "engine_type": "unified",
+            "tp_rank": ranks["tp_rank"],
+            "pp_rank": 0,
+            "moe_ep_rank": ranks["moe_ep_rank"],
+        }
+        if ranks["dp_rank"] is not None:
+            labels["dp_rank"] = ranks["dp_rank"]
+        labels |= args.extra_metric_labels or {}
+        self.rounds = RoundMetrics(args, labels, draft, slot)
+
+
+metrics = Metrics()
+
+
+@contextmanager
+def refusing(reason: str) -> Iterator[None]:
+    """Counts what is refused within it; in the process that requests arrive in."""
+    try:
+        yield
+    except ValueError:
+        args = get_global_server_args()
+        if args.enable_metrics:
+            labels = {"model_name": args.served_model_name} | (args.extra_metric_labels or {})
+            metric = _metric("sglang:dflash_refusals_total", tuple(labels))
+            metric.labels(**labels, reason=reason).inc()
+        raise

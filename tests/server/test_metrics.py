@@ -1,0 +1,92 @@
+"""`/metrics`: what is counted is what the answers say of themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.harness import DEVICE, Server
+
+WIDTH = 16
+
+
+def counted(server: Server) -> Counter[tuple[str, str]]:
+    """Values of DFlash's metrics by name and own label."""
+    values: Counter[tuple[str, str]] = Counter()
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("sglang:dflash_"):
+                own = [
+                    sample.labels[name]
+                    for name in ("position", "reason", "le")
+                    if name in sample.labels
+                ]
+                values[sample.name.removeprefix("sglang:dflash_"), "".join(own)] += sample.value
+    return values
+
+
+def test_rounds(dflash: Server, prompts: list[str]) -> None:
+    """Every count moves by what the requests' own statistics add up to."""
+    before = counted(dflash)
+    limits = {"max_new_tokens": 45}
+    answers = dflash.generate_all(prompts[50:66], concurrency=4, **limits)
+    moved = counted(dflash) - before
+    metas = [answer["meta_info"] for answer in answers]
+    rounds = sum(meta["spec_verify_ct"] for meta in metas)
+    accepted = sum(meta["spec_accept_token_num"] for meta in metas)
+    assert rounds > 16 and accepted > rounds
+    assert moved["rounds_total", ""] == moved["accept_length_count", ""] == rounds
+    assert moved["accepted_tokens_total", ""] == accepted
+    assert moved["accept_length_sum", ""] == accepted + rounds
+    assert moved["drafted_tokens_total", ""] == rounds * (WIDTH - 1)
+    histogram: Counter[int] = Counter()
+    for meta in metas:
+        histogram.update(dict(enumerate(meta["spec_accept_histogram"])))
+    for position in range(1, WIDTH):
+        own = str(position)
+        assert moved["drafted_at_position_total", own] == rounds
+        expected = sum(times for length, times in histogram.items() if length >= position)
+        assert moved["accepted_at_position_total", own] == expected
+
+
+def test_draft_kv(dflash: Server, prompts: list[str]) -> None:
+    """What the radix cache keeps counts as used, in tokens and in bytes."""
+    dflash.post("/flush_cache")
+    dflash.generate(prompts[67], max_new_tokens=20)
+    now = counted(dflash)
+    used = now["draft_kv_used_tokens", ""]
+    assert 40 < used < 400
+    itemsize = {"cpu": 4, "cuda": 2}[DEVICE]
+    assert now["draft_kv_used_bytes", ""] == used * 2 * 2 * 2 * 64 * itemsize  # K, V, layers, heads
+
+
+def test_refusals(dflash: Server, prompts: list[str]) -> None:
+    before = counted(dflash)
+    body = {"text": prompts[0], "sampling_params": {"max_new_tokens": 4}}
+    for wrong in (
+        {"sampling_params": {"temperature": -1}},
+        {"sampling_params": {"temperature": "hot"}},
+        {"lora_path": "somewhere"},
+        {"logprob_start_len": 10**6, "return_logprob": True},
+    ):
+        assert dflash.post("/generate", body | wrong).status_code == 400
+    moved = counted(dflash) - before
+    reasons = {own: n for (name, own), n in moved.items() if name == "refusals_total"}
+    assert sum(reasons.values()) >= 3 and reasons.keys() <= {
+        "unreadable",
+        "sampling_params",
+        "out_of_range",
+        "unsupported",
+    }
+    assert reasons["sampling_params"] == reasons["unreadable"] == reasons["unsupported"] == 1
+
+
+def test_waiting_rounds(dflash: Server, prompts: list[str]) -> None:
+    """Penalties depend on every token before: the overlapped worker waits for each result."""
+    before = counted(dflash)
+    dflash.generate(prompts[0], max_new_tokens=60, frequency_penalty=0.5)
+    moved = counted(dflash) - before
+    waited = moved["fallbacks_total", "history"]
+    overlapped = "DFlashWorkerV2" in dflash.log.read_text(errors="replace")
+    assert waited > 2 if overlapped else waited == 0

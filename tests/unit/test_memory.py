@@ -1,0 +1,60 @@
+"""What is planned for the draft model against what the release's layers and pools allocate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.checkpoint import load_config
+from sglang_dflash.memory import draft_memory, model_bytes, pool_bytes, round_buffers
+from tests.unit.drafters import CONTEXT, DraftRunner, TargetStub, save_random, zlab_config
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "deep": {"num_hidden_layers": 5},
+    "one KV head": {"num_key_value_heads": 1},
+    "wide heads": {"head_dim": 64},
+    "half of a head rotated": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_one_rank(one_rank: None, tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = save_random(tmp_path / "drafter", zlab_config(**changes))
+    config = load_config(str(folder))
+    target = TargetStub(torch.randn(config.vocab_size, config.hidden_size))
+    runner = DraftRunner(folder, target)
+    planned = draft_memory(config, 1, 4, CONTEXT)
+    assert planned.weights == pytest.approx(model_bytes(runner.model), rel=0.01)
+    pool = runner.token_to_kv_pool
+    assert planned.kv * (pool.size + pool.page_size) == pool_bytes(pool)
+
+
+def test_ranks_share(tmp_path: Path) -> None:
+    """What is split is counted in parts, what is not in full; KV heads cannot be fewer than one."""
+    config = load_config(str(save_random(tmp_path / "drafter", zlab_config())))
+    one, two, many = (draft_memory(config, tp_size, 2, 64) for tp_size in (1, 2, 8))
+    kv_heads = config.num_key_value_heads
+    assert two.kv == one.kv // 2 if kv_heads % 2 == 0 else one.kv
+    assert many.kv == one.kv // min(kv_heads, 8)
+    replicated = config.hidden_size * len(config.target_layer_ids) * config.target_hidden_size * 2
+    assert replicated < two.weights < one.weights < 2 * two.weights
+
+
+def test_captured_rounds() -> None:
+    config = SimpleNamespace(taps=(1, 9, 17), target_hidden_size=4096)
+    args = SimpleNamespace(
+        device="cuda",
+        disable_cuda_graph=False,
+        cuda_graph_bs=[1, 8, 32],
+        speculative_num_draft_tokens=16,
+        tp_size=2,
+    )
+    assert round_buffers(args, config, 150_000, 2) == 512 * (75_000 + 2 * 3 * 4096) * 2
+    args.disable_cuda_graph = True
+    assert round_buffers(args, config, 150_000, 2) == 0
