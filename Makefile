@@ -8,6 +8,8 @@ ARGS  ?=
 # What `make losslessness` compares them on, and its own options.
 PROMPTS ?= checkpoints/tiny/data/openings.jsonl
 COMPARE ?=
+# What `make sweep` measures, and more of its options.
+SWEEP ?= --tp-sizes 1 --concurrencies 1,8 --workers v1,v2 --max-new-tokens 512
 
 # --- where and with what ------------------------------------------------------------------------
 BUILD ?= build
@@ -44,13 +46,13 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 	'{"model": "default", "temperature": 0, "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve serve-plain test test-gpu losslessness lint fetch apply unapply refresh check-patches \
+.PHONY: help setup dev serve serve-plain test test-gpu losslessness sweep lint fetch apply unapply refresh check-patches \
 	rebase lock tiny-pair clean python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 	| awk -F'|' '{printf "  %-14s %s\n", $$1, $$2}'
-	@echo "Variables: PORT MODEL DRAFT ARGS (serve), PROMPTS COMPARE (losslessness), ACCEL=cpu|cuda, PYTHON, DEV=1 (as make dev)"
+	@echo "Variables: PORT MODEL DRAFT ARGS (serve), PROMPTS COMPARE (losslessness), SWEEP (sweep), ACCEL=cpu|cuda, PYTHON, DEV=1 (as make dev)"
 
 python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 with the module venv was found:" \
@@ -86,6 +88,10 @@ test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so
 losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; see docs/losslessness.md
 	@env $(ENV_$(ACCEL)) $(BIN)/python -m sglang_dflash.losslessness --prompts $(PROMPTS) \
 	--model-path $(MODEL) --draft-model-path $(DRAFT) $(COMPARE) -- $(SERVER_$(ACCEL)) $(ARGS)
+
+sweep: setup ## the GSM8K sweep on the bundled pair; see docs/sweep.md
+	@env $(ENV_$(ACCEL)) $(BIN)/python benchmark/bench_gsm8k_sweep.py --dataset-path checkpoints/tiny/data/test.jsonl \
+	--output-file $(BUILD)/sweep.jsonl --resume $(SWEEP)
 
 lint: setup ## ruff check and ruff format --check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.vocab_parallel_embedding import pad_vocab_size
+from sglang.srt.utils import ceil_align
 from torch import nn
 
 from sglang_dflash.checkpoint import load_config
@@ -92,6 +94,14 @@ def round_buffers(args: ServerArgs, config: DraftConfig, vocab_size: int, itemsi
     return rows * (logits + taps) * itemsize
 
 
+def rope_positions(args: ServerArgs, context_len: int) -> int:
+    """Rows of the RoPE table once SGLang has extended it (its reserve_rope_cache_for_long_sequences)."""
+    block = args.speculative_num_steps * args.speculative_num_draft_tokens
+    beyond = block * envs.SGLANG_SPEC_EXPANSION_SAFETY_FACTOR.get()
+    longest = context_len + beyond + envs.SGLANG_ROPE_CACHE_SAFETY_MARGIN.get()
+    return ceil_align(longest, envs.SGLANG_ROPE_CACHE_ALIGN.get())
+
+
 def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> tuple[float, int]:
     """Adds the draft model to the budget from which SGLang sizes the pool.
 
@@ -108,7 +118,8 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     # The draft model runs and stores its K/V in the target's dtype (see worker.py).
     itemsize = torch.finfo(target.dtype).bits // 8
     rounds = round_buffers(args, config, target.vocab_size, itemsize)
-    needs = draft_memory(config, runner.tp_size, itemsize, target.context_len, rounds)
+    positions = rope_positions(args, target.context_len)
+    needs = draft_memory(config, runner.tp_size, itemsize, positions, rounds)
     left = rest_gib - (needs.weights + needs.rounds) / GIB
     logger.info(
         "DFLASH memory, planned: %d bytes of target KV and %d of draft KV a slot, %d bytes of draft weights, %d of "

@@ -121,9 +121,7 @@ def questions(problems: Problems, tokenizer: Any, count: int) -> list[Question]:
             as it stands.
     """
     suffix = "" if problems.bundled else INSTRUCTION
-    chosen: Sequence[dict[str, str]] = [
-        problems.rows[i % len(problems.rows)] for i in range(count)
-    ]
+    chosen: Sequence[dict[str, str]] = [problems.rows[i % len(problems.rows)] for i in range(count)]
     asked = []
     for row in chosen:
         prompt = row["question"] + suffix
