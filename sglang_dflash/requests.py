@@ -6,6 +6,8 @@ asks for is silently ignored.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import DFlashError
@@ -104,3 +106,26 @@ def check_request(request: Any, sampling: Any, deterministic: bool) -> None:
 def _short(value: Any, limit: int = 60) -> str:
     text = str(value)
     return text if len(text) <= limit else text[:limit] + "…"
+
+
+@contextmanager
+def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[None]:
+    """Makes SGLang forget what it refuses within this, of a batch also the requests that were good.
+
+    It keeps a state for each request until the scheduler answers, and refuses some after that state
+    was made and before the scheduler knows of them, such as a prompt that is too long. Told to end, the
+    server would wait for those for ever.
+    """
+    try:
+        yield
+    except ValueError:
+        rids = received.rid if isinstance(received.rid, list) else [received.rid]
+        for rid in rids:
+            state = manager.rid_to_state.get(rid)
+            if state is None:
+                continue
+            if state.time_stats.api_server_dispatch_time:
+                manager.abort_request(rid)  # it was sent, and its end will come
+            else:
+                del manager.rid_to_state[rid]
+        raise

@@ -50,6 +50,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False)
         axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1], dpi=140)

@@ -67,9 +67,6 @@ def environment(**extra: str) -> dict[str, str]:
     common = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        # The release never forgets a request that it refuses itself, such as one that is too long,
-        # and would wait for it before it ends.
-        "SGL_FORCE_SHUTDOWN": "1",
     }
     return os.environ | _ENVIRONMENT[DEVICE] | common | extra
 
