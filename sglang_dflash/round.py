@@ -56,7 +56,8 @@ class Round:
 
         Padding requests get slot 0, which SGLang keeps for such writes.
         """
-        start = state.lengths[rows]
+        # A round in vain may begin past the longest context; it must stay in its own row of the table.
+        start = state.lengths[rows].clamp(max=req_to_token.shape[1] - width)
         columns = start[:, None] + torch.arange(width, device=rows.device)  # [bs, width]
         padding = (rows == state.padding_row)[:, None]
         slots = req_to_token[torch.where(padding, 0, rows[:, None]), columns].to(torch.int64)

@@ -29,6 +29,7 @@ def _open_round(
     padding_row,
     mask_token_id,
     last_position,
+    last_start,
     WIDTH: tl.constexpr,
     WIDTH_POW2: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -37,7 +38,8 @@ def _open_round(
     request, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + request)
     padding = row == padding_row
-    start = tl.load(lengths_ptr + row)
+    # A round in vain may begin past the longest context; it must stay in its own row of the table.
+    start = tl.minimum(tl.load(lengths_ptr + row), last_start)
     table = table_ptr + tl.where(padding, 0, row) * table_stride
 
     if tile == 0:
@@ -109,6 +111,7 @@ def open_round(
         padding_row,
         mask_token_id,
         last_position,
+        req_to_token.shape[1] - width,
         WIDTH=width,
         WIDTH_POW2=triton.next_power_of_2(width),
         PAGE_SIZE=page_size,
@@ -135,7 +138,7 @@ def open_round_reference(
     batch_size = len(rows)
     padding = (rows == padding_row)[:, None]
     table_rows = torch.where(padding[:, 0], 0, rows)
-    start = lengths[rows]
+    start = lengths[rows].clamp(max=req_to_token.shape[1] - width)
     columns = start[:, None] + torch.arange(width, device=rows.device)
     slots = torch.where(padding, 0, req_to_token[table_rows[:, None], columns].to(torch.int64))
     tokens = torch.full_like(columns, mask_token_id)

@@ -58,8 +58,8 @@ def reduced(raw: dict, weights: Weights) -> Made:
 
 
 CASES: dict[str, tuple[Callable[[dict, Weights], Made], float]] = {
-    "own vocabulary": (own_vocabulary, 7.4),
-    "biases": (biases, 7.4),
+    "own vocabulary": (own_vocabulary, 7.2),
+    "biases": (biases, 7.2),
     "windows": (windows, 5.0),
     "reduced": (reduced, 4.0),
 }

@@ -50,6 +50,12 @@ def test_positions_stay_inside_the_context() -> None:
     assert round.slots.tolist() == [210, 211, 212, 213]
 
 
+def test_a_round_in_vain_past_the_end() -> None:
+    """The length of a request that has ended may pass the longest context by a block."""
+    round = open_round(state({1: CONTEXT + WIDTH - 1}), [1])
+    assert round.slots.tolist() == [212, 213, 214, 215]
+
+
 def test_padding_requests_touch_only_slot_0() -> None:
     made = state({1: 5})
     round = open_round(made, [1, made.padding_row])

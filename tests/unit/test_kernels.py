@@ -71,6 +71,24 @@ def test_open_round(page_size: int, width: int) -> None:
         assert (made[1][request, needed:] == -1).all()  # what nobody reads is not copied
 
 
+@pytest.mark.parametrize("beyond", [0, 5, 40])
+def test_a_round_in_vain_past_the_end(beyond: int) -> None:
+    """A length that went past the longest context, after which no round counts, leaves no row."""
+    width, page_size = 16, 4
+    lengths = torch.tensor([7, COLUMNS - width + beyond, 9, 0], device=DEVICE)
+    bonus, rows = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.tensor([1], device=DEVICE)
+    slots_of = table(page_size)[:3]
+    options = dict(
+        width=width, page_size=page_size, padding_row=3, mask_token_id=9, last_position=COLUMNS
+    )
+    for opened in (open_round, open_round_reference):
+        keys = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        pages = torch.zeros(1, COLUMNS // page_size, dtype=torch.int32, device=DEVICE)
+        start, _, _, slots = opened(rows, lengths, bonus, slots_of, keys, pages, **options)
+        assert set(slots.tolist()) <= set(slots_of[1].tolist())
+        assert int(start) == COLUMNS - width and int(keys) == COLUMNS
+
+
 @pytest.mark.parametrize("width", [2, 3, 8, 15, 16])
 def test_accept(width: int) -> None:
     rows = torch.tensor([2, 0, 7, 1, 7], device=DEVICE)
