@@ -1,78 +1,101 @@
-"""The GSM8K sweep: plain decoding against DFlash across TP sizes and concurrencies.
+"""The GSM8K sweep: is DFLASH worth it on this machine?
 
-    python benchmark/bench_gsm8k_sweep.py --tp-sizes 1 --concurrencies 1,8 --workers v1,v2
-    python benchmark/bench_gsm8k_sweep.py … --resume
-    python benchmark/bench_gsm8k_sweep.py compare before.jsonl after.jsonl --tolerance 0.05
+    python benchmark/bench_gsm8k_sweep.py --target-model TARGET --draft-model DRAFTER
+    python benchmark/bench_gsm8k_sweep.py report FILE [--plot DIR]
+    python benchmark/bench_gsm8k_sweep.py compare A B --tolerance 0.05
+    python benchmark/bench_gsm8k_sweep.py agreement --base-url URL
 
-Without a model it measures the bundled pair. See docs/sweep.md.
+Exit status: 0 good; 1 a cell failed, or is worse; 2 nothing could be measured or compared; 130 or
+128 plus the signal if it was ended, and then --resume goes on.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
 
-from benchmark.gsm8k import plots, summary  # noqa: E402
-from benchmark.gsm8k.arguments import compare_parser, sweep_parser  # noqa: E402
-from benchmark.gsm8k.cells import read_rows  # noqa: E402
+from benchmark.gsm8k import agreement, arguments, measure, plot, report, rows  # noqa: E402
 from benchmark.gsm8k.compare import compare  # noqa: E402
-from benchmark.gsm8k.errors import CannotSweep  # noqa: E402
-from benchmark.gsm8k.sweep import Sweep  # noqa: E402
+from benchmark.gsm8k.errors import CannotSweep, CellFailed  # noqa: E402
+from benchmark.gsm8k.machine import Machine  # noqa: E402
+
+GOOD, WORSE, NOTHING = 0, 1, 2
 
 
-def run_compare(arguments: list[str]) -> int:
-    args = compare_parser().parse_args(arguments)
-    for file in args.files:
-        if not file.exists():
-            raise CannotSweep(f"{file} is not there: give two outputs of the sweep.")
-    before, after = (read_rows(file) for file in args.files)
-    lines, worse = compare(before, after, args.tolerance)
-    print("\n".join([*lines, *(f"worse: {sentence}" for sentence in worse)]))
-    return 1 if worse else 0
-
-
-def run_sweep(arguments: list[str]) -> int:
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    args = sweep_parser().parse_args(arguments[:end])
-    args.server_args = arguments[end + 1 :]
-    args.logs = args.logs or args.output_file.with_suffix(".logs")
-    if args.plot:
-        plots.require_matplotlib()  # before hours of measuring
-    sweep = Sweep(args)
-    if args.dry_run:
-        print(sweep.describe())
-        return 0
-    sweep.run()
-    rows = read_rows(args.output_file)
-    base = args.summary or args.output_file.with_suffix("")
-    base.with_suffix(".md").write_text(summary.as_markdown(rows))
-    base.with_suffix(".csv").write_text(summary.as_csv(rows))
-    print("\n" + summary.as_text(rows))
-    if args.plot:
-        plots.draw(rows, args.plot)
-    for failure in sweep.failures:
-        print(f"not measured: {failure.splitlines()[0]}")
-    return 1 if sweep.failures else 0
-
-
-def main(arguments: list[str]) -> int:
-    # Ended by a signal, it must still end its servers.
-    for sent in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sent, lambda number, frame: sys.exit(128 + number))
+def sweep(given: Sequence[str]) -> int:
+    options = arguments.parse(given)
+    prepared = measure.prepare(options, Machine.here())
+    if prepared is None:
+        return GOOD
     try:
-        if arguments[:1] == ["compare"]:
-            return run_compare(arguments[1:])
-        return run_sweep(arguments)
-    except CannotSweep as error:
+        measure.measure(prepared)
+    except (KeyboardInterrupt, SystemExit):
+        kept = len(prepared.results())
+        print(
+            f"\nended; {kept} of {len(prepared.cells)} cells are in {options.output_file}, and "
+            "--resume goes on with the rest",
+            file=sys.stderr,
+        )
+        raise
+    found = prepared.results()
+    show(found, options.plot)
+    written = report.write(found, options.output_file)
+    print(f"\nrows: {options.output_file}, summary: {written[0]} and {written[1]}")
+    return WORSE if not all(map(rows.good, found)) else GOOD
+
+
+def show(found: Sequence[rows.Row], pictures: Path | None) -> None:
+    print("\n" + report.text(found))
+    if pictures is not None:
+        print("\npictures: " + ", ".join(str(path) for path in plot.draw(found, pictures)))
+
+
+def report_again(given: Sequence[str]) -> int:
+    options = arguments.report_parser().parse_args(given)
+    if options.plot is not None:
+        arguments.check_plot(options.plot)
+    show(rows.latest(rows.read(options.file)), options.plot)
+    return GOOD
+
+
+def compare_two(given: Sequence[str]) -> int:
+    options = arguments.compare_parser().parse_args(given)
+    found = compare(*options.files, options.tolerance)
+    print(found.text(options.tolerance))
+    return WORSE if found.worse else GOOD
+
+
+COMMANDS = {"report": report_again, "compare": compare_two, "agreement": agreement.main}
+
+
+def end_once(number: int, frame: object) -> None:
+    """The first signal ends the sweep; while it ends its server, others are of no use."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if given is None else given)
+    try:
+        if given and given[0] in COMMANDS:
+            return COMMANDS[given[0]](given[1:])
+        return sweep(given)
+    except (CannotSweep, CellFailed) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; --resume goes on from here", file=sys.stderr)
-        return 130
+        return NOTHING
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sent, end_once)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

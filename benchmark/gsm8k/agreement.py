@@ -1,8 +1,4 @@
-"""`python -m benchmark.gsm8k.agreement URL`: the sweep's client against `sglang.bench_serving`.
-
-Both ask one server the same questions at the same concurrency, in turns; the ratio of their output
-tokens a second says whether one of them measures something else.
-"""
+"""Whether the sweep and `sglang.bench_serving` measure the same: one server, the same prompts."""
 
 from __future__ import annotations
 
@@ -15,71 +11,109 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import requests
-from transformers import AutoTokenizer
-
-from benchmark.gsm8k import servers
+from benchmark import tables
+from benchmark.gsm8k.arguments import PROG, at_least, number
 from benchmark.gsm8k.client import Load, ask
 from benchmark.gsm8k.errors import CannotSweep
-from benchmark.gsm8k.questions import Question, dump, load_problems, questions
+from benchmark.gsm8k.figures import sample
+from benchmark.gsm8k.questions import Question, dump, load_problems, load_tokenizer, questions
+from benchmark.gsm8k.server import Served
 
-SECONDS = 600
+# This module's names of figures, and bench_serving's.
+FIGURES = {
+    "output_tok_s": "output_throughput",
+    "completion_tokens": "total_output_tokens",
+    "prompt_tokens": "total_input_tokens",
+    "ttft_ms": "median_ttft_ms",
+    "inter_token_ms": "median_itl_ms",
+    "latency_ms": "median_e2e_latency_ms",
+}
 
 
-def ours(url: str, asked: Sequence[Question], concurrency: int, new_tokens: int) -> float:
-    """Output tokens a second as the sweep measures them."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens}
-    load = Load(url, sampling, concurrency, batch=False, seconds=SECONDS)
-    answers, seconds = ask(load, [question.prompt for question in asked])
-    return sum(answer.tokens for answer in answers) / seconds
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(
+        prog=f"{PROG} agreement",
+        description="Measures a server that runs already by this sweep and by sglang.bench_serving "
+        "in turn, on the same prompts, greedily. Exit status 1 if output tok/s differ by more than "
+        "the tolerance.",
+    )
+    add = whole.add_argument
+    add("--base-url", required=True, metavar="URL")
+    add("--dataset-path", type=Path, metavar="FILE", help="as of the sweep")
+    add("--concurrency", type=at_least(1), default=8, help="%(default)s")
+    add("--questions", type=at_least(1), default=128, help="%(default)s")
+    add("--max-new-tokens", type=at_least(4), default=2048, help="%(default)s")
+    add("--repeats", type=at_least(1), default=3, help="of each, in turn; %(default)s")
+    add("--tolerance", type=number(0, 1), default=0.03, help="%(default)s")
+    add("--timeout-s", type=number(0, 86400, above=True), default=3600.0, help="%(default)s")
+    return whole
 
 
-def theirs(
-    url: str, model: str, asked: Sequence[Question], concurrency: int, new_tokens: int
-) -> float:
-    """Output tokens a second as `sglang.bench_serving` measures them."""
-    with tempfile.TemporaryDirectory() as name:
-        prompts, output = Path(name) / "prompts.jsonl", Path(name) / "output.jsonl"
+def main(given: Sequence[str]) -> int:
+    options = parser().parse_args(given)
+    served = Served(options.base_url.rstrip("/"))
+    tokenizer = served.info()["tokenizer_path"]
+    asked = questions(load_problems(options.dataset_path), load_tokenizer(tokenizer), False)
+    asked = asked[: options.questions]
+    ours: list[dict] = []
+    theirs: list[dict] = []
+    # The first pair warms the server up.
+    for number_ in range(options.repeats + 1):
+        pair = _ours(options, served, asked), _theirs(options, asked, tokenizer)
+        print(f"{'warm-up' if not number_ else number_}: ", end="")
+        print(" against ".join(f"{each['output_tok_s']:,.1f} tok/s" for each in pair), flush=True)
+        if number_:
+            ours.append(pair[0])
+            theirs.append(pair[1])
+    return _verdict(ours, theirs, options.tolerance)
+
+
+def _ours(options: argparse.Namespace, served: Served, asked: Sequence[Question]) -> dict:
+    greedy = {"temperature": 0.0, "max_new_tokens": options.max_new_tokens}
+    load = Load(served.url, greedy, options.concurrency, False, options.timeout_s)
+    served.flush()
+    found = sample(asked, *ask(load, [question.ids for question in asked]))
+    return {name: v["p50"] if isinstance(v := found[name], dict) else v for name in FIGURES}
+
+
+def _theirs(options: argparse.Namespace, asked: Sequence[Question], tokenizer: str) -> dict:
+    with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
+        prompts, results = Path(folder, "prompts.jsonl"), Path(folder, "results.jsonl")
         dump(asked, prompts)
         command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
-        command += ["--base-url", url, "--model", model, "--disable-tqdm", "--disable-ignore-eos"]
+        command += ["--base-url", options.base_url.rstrip("/"), "--disable-tqdm", "--flush-cache"]
+        command += ["--model", tokenizer, "--tokenizer", tokenizer, "--disable-ignore-eos"]
         command += ["--dataset-name", "custom", "--dataset-path", str(prompts)]
-        command += ["--num-prompts", str(len(asked)), "--max-concurrency", str(concurrency)]
-        command += ["--sharegpt-output-len", str(new_tokens), "--output-file", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        if done.returncode:
-            raise CannotSweep(f"sglang.bench_serving failed: {done.stderr[-400:]}")
-        return json.loads(output.read_text().splitlines()[-1])["output_throughput"]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.gsm8k.agreement", description=__doc__
-    )
-    parser.add_argument("url", help="of the server, on this machine")
-    parser.add_argument("--dataset-path", type=Path)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--questions", type=int, default=256)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=0.03)
-    args = parser.parse_args()
-    model = requests.get(f"{args.url}/get_model_info", timeout=60).json()["model_path"]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    asked = questions(load_problems(args.dataset_path), tokenizer, args.questions)
-    rates: dict[str, list[float]] = {"sweep": [], "bench_serving": []}
-    ours(args.url, asked, args.concurrency, args.max_new_tokens)  # warms up
-    for _ in range(args.turns):
-        servers.flush(args.url)
-        rates["sweep"].append(ours(args.url, asked, args.concurrency, args.max_new_tokens))
-        servers.flush(args.url)
-        rates["bench_serving"].append(
-            theirs(args.url, model, asked, args.concurrency, args.max_new_tokens)
+        command += ["--num-prompts", str(len(asked)), "--max-concurrency", str(options.concurrency)]
+        command += ["--sharegpt-output-len", str(options.max_new_tokens)]
+        command += ["--warmup-requests", str(options.concurrency), "--output-file", str(results)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=options.timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            raise CannotSweep(
+                f"sglang.bench_serving took more than {options.timeout_s:g} s: raise --timeout-s."
+            ) from None
+        if done.returncode or not results.exists():
+            raise CannotSweep(f"sglang.bench_serving failed:\n{done.stdout}{done.stderr}")
+        found = json.loads(results.read_text().splitlines()[-1])
+    if found["completed"] != len(asked):
+        raise CannotSweep(
+            f"sglang.bench_serving completed {found['completed']} of {len(asked)} requests: see the "
+            "server's log."
         )
-    mine, its = (statistics.median(rates[name]) for name in ("sweep", "bench_serving"))
-    print(json.dumps(rates | {"ratio": round(mine / its, 4), "concurrency": args.concurrency}))
-    return 0 if abs(mine / its - 1) <= args.tolerance else 1
+    return {name: found[its] for name, its in FIGURES.items()}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _verdict(ours: list[dict], theirs: list[dict], tolerance: float) -> int:
+    table = [["median of repeats", "this sweep", "bench_serving", "ratio"]]
+    ratios = {}
+    for name in FIGURES:
+        pair = [statistics.median(each[name] for each in side) for side in (ours, theirs)]
+        ratios[name] = pair[0] / pair[1]
+        table.append([name, *(f"{value:,.2f}" for value in pair), f"{ratios[name]:.4f}"])
+    print("\n" + tables.as_text(table))
+    off = abs(ratios["output_tok_s"] - 1)
+    print(f"output tok/s differ by {off:.1%}; {tolerance:.0%} are allowed")
+    return int(off > tolerance)

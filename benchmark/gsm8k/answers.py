@@ -5,14 +5,23 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_BOXED = re.compile(r"\\boxed\s*\{")
-_MARKED = re.compile(rf"####\s*[^\d\-.]{{0,3}}({_NUMBER})")
+# A minus is a sign unless it stands after an operand: "10-3" ends in 3.
+_NUMBER = r"(?:(?<![\d)}])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _LAST = re.compile(_NUMBER)
+_MARKED = re.compile(rf"####[^\d\n]*?({_NUMBER})")
+_BOXED = re.compile(r"\\boxed\s*\{")
+# How LaTeX sets 1,000 and $5.
+_LATEX = ((r"{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "$"))
 
 
 def final_number(text: str) -> Decimal | None:
-    r"""The last `\boxed{}` with a number, else what follows the last `####`, else the last number."""
+    r"""The number in the last `\boxed{}`, else after the last `####`, else the last number at all.
+
+    What comes before the end of a chain of thought (`</think>`) is not the answer.
+    """
+    text = text.rpartition("</think>")[2]
+    for latex, plain in _LATEX:
+        text = text.replace(latex, plain)
     for content in reversed(_boxed(text)):
         if found := _LAST.findall(content):
             return _value(found[-1])
@@ -23,7 +32,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def _boxed(text: str) -> list[str]:
-    """Contents of every `\\boxed{}`, braces inside included."""
+    """Contents of every `\\boxed{}`, braces inside included; one that was cut off runs to the end."""
     contents = []
     for match in _BOXED.finditer(text):
         depth, at = 1, match.end()
@@ -35,4 +44,4 @@ def _boxed(text: str) -> list[str]:
 
 
 def _value(text: str) -> Decimal:
-    return Decimal(text.replace(",", ""))
+    return Decimal(text.replace(",", "").replace("$", ""))

@@ -1,19 +1,20 @@
-"""Asks a server and notes when what came."""
+"""Asks a server, and notes when which tokens came."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
-import numpy as np
+import orjson
 
-from benchmark.gsm8k.errors import CannotSweep
+from benchmark.gsm8k.errors import CellFailed
+
+READ_BUFFER = 10 << 20  # bytes; a chunk holds the whole answer so far
 
 
 @dataclass
@@ -21,13 +22,15 @@ class Answer:
     """How a question was answered.
 
     Attributes:
-        arrivals: (seconds since it was sent, tokens so far) of each chunk.
+        arrivals: (seconds since it was sent, tokens so far) of each chunk with new tokens.
         meta: SGLang's `meta_info` of the whole answer.
+        seconds: from sending the question to the end of the answer.
     """
 
     text: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -37,15 +40,20 @@ class Answer:
     def verify_steps(self) -> int:
         return self.meta.get("spec_verify_ct") or 0
 
+    def note(self, chunk: dict[str, Any], seconds: float) -> None:
+        self.text, self.meta, self.seconds = chunk["text"], chunk["meta_info"], seconds
+        tokens = self.meta["completion_tokens"]
+        if tokens > (self.arrivals[-1][1] if self.arrivals else 0):
+            self.arrivals.append((seconds, tokens))
+
     def first_token_ms(self) -> float:
         return self.arrivals[0][0] * 1e3
 
     def inter_token_ms(self) -> list[float]:
-        """Time of each token after the first chunk; those of one chunk share the wait for it."""
-        times = []
-        for (before, had), (after, has) in zip(self.arrivals, self.arrivals[1:], strict=False):
-            if has > had:
-                times += [(after - before) * 1e3 / (has - had)] * (has - had)
+        """A value for each token after the first chunk; tokens of one chunk share the wait for it."""
+        times: list[float] = []
+        for (before, had), (after, has) in pairwise(self.arrivals):
+            times += [(after - before) * 1e3 / (has - had)] * (has - had)
         return times
 
 
@@ -56,8 +64,9 @@ class Load:
     Attributes:
         url: of the server.
         sampling: SGLang's `sampling_params`.
-        concurrency: requests under way at once.
-        batch: one POST for so many questions as `concurrency`; nothing is known of single tokens then.
+        concurrency: questions under way at once.
+        batch: so many questions in one POST, and the next when all of them are answered; otherwise
+            a POST each, and a new one as soon as one is answered.
         seconds: in which all must be answered.
     """
 
@@ -69,71 +78,66 @@ class Load:
 
 
 def ask(
-    load: Load, prompts: Sequence[str], tick: Callable[[int], None] = lambda n: None
+    load: Load, prompts: Sequence[list[int]], tick: Callable[[int], Any] = lambda n: None
 ) -> tuple[list[Answer], float]:
     """All answers in order, and the seconds from the first question to the last answer.
 
+    Args:
+        prompts: token ids of each.
+        tick: told how many more were answered.
+
     Raises:
-        CannotSweep: the server refused, broke off, or took too long.
+        CellFailed: the server refused, broke off, or took too long.
     """
     try:
         return asyncio.run(asyncio.wait_for(_ask_all(load, prompts, tick), load.seconds))
     except TimeoutError:
-        raise CannotSweep(
-            f"{len(prompts)} questions were not answered in {load.seconds:.0f} s: raise --timeout-s."
+        raise CellFailed(
+            f"{len(prompts)} questions took more than {load.seconds:g} s: raise --timeout-s, or ask "
+            "fewer."
         ) from None
     except aiohttp.ClientError as error:
-        raise CannotSweep(f"the server at {load.url} broke off: {error!r}.") from None
+        raise CellFailed(f"the server broke off ({type(error).__name__}): see its log.") from None
 
 
 async def _ask_all(
-    load: Load, prompts: Sequence[str], tick: Callable[[int], None]
+    load: Load, prompts: Sequence[list[int]], tick: Callable[[int], Any]
 ) -> tuple[list[Answer], float]:
     size = load.concurrency if load.batch else 1
-    groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     gate = asyncio.Semaphore(1 if load.batch else load.concurrency)
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
+    groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     async with aiohttp.ClientSession(
-        timeout=timeout, connector=connector, read_bufsize=1 << 20
+        timeout=aiohttp.ClientTimeout(total=None),
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=READ_BUFFER,
     ) as session:
 
-        async def one(group: Sequence[str]) -> list[Answer]:
+        async def answered(group: Sequence[list[int]]) -> list[Answer]:
             async with gate:
-                answers = await (_batch if load.batch else _stream)(session, load, group)
+                answers = await _stream(session, load, group)
             tick(len(answers))
             return answers
 
         begin = time.perf_counter()
-        answered = await asyncio.gather(*map(one, groups))
+        done = await asyncio.gather(*map(answered, groups))
         seconds = time.perf_counter() - begin
-    return [answer for group in answered for answer in group], seconds
+    return [answer for group in done for answer in group], seconds
 
 
 async def _stream(
-    session: aiohttp.ClientSession, load: Load, prompts: Sequence[str]
+    session: aiohttp.ClientSession, load: Load, prompts: Sequence[list[int]]
 ) -> list[Answer]:
-    body = {"text": prompts[0], "sampling_params": load.sampling, "stream": True}
-    answer, begin = Answer(), time.perf_counter()
+    ids = list(prompts) if load.batch else prompts[0]
+    body = {"input_ids": ids, "sampling_params": load.sampling, "stream": True}
+    answers = [Answer() for _ in prompts]
+    begin = time.perf_counter()
     async with session.post(f"{load.url}/generate", json=body) as response:
-        await _check(response)
+        if response.status != 200:
+            raise CellFailed(_refusal(response.status, await response.text()))
         async for chunk in _events(response):
             if "error" in chunk:
-                raise CannotSweep(f"the server answered: {chunk['error']}.")
-            answer.text, answer.meta = chunk["text"], chunk["meta_info"]
-            tokens = answer.meta["completion_tokens"]
-            answer.arrivals.append((time.perf_counter() - begin, tokens))
-    _check_whole(answer)
-    return [answer]
-
-
-async def _batch(
-    session: aiohttp.ClientSession, load: Load, prompts: Sequence[str]
-) -> list[Answer]:
-    body = {"text": list(prompts), "sampling_params": load.sampling}
-    async with session.post(f"{load.url}/generate", json=body) as response:
-        await _check(response)
-        answers = [Answer(each["text"], each["meta_info"]) for each in await response.json()]
+                raise CellFailed(f"the server answered: {chunk['error']}")
+            answers[chunk.get("index", 0)].note(chunk, time.perf_counter() - begin)
     for answer in answers:
         _check_whole(answer)
     return answers
@@ -142,31 +146,18 @@ async def _batch(
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     async for line in response.content:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
+            yield orjson.loads(line[6:])
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
-    if response.status != 200:
-        text = await response.text()
-        raise CannotSweep(f"the server answered with status {response.status}: {text[:300]}.")
+def _refusal(status: int, text: str) -> str:
+    try:
+        text = orjson.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f"the server answered with status {status}: {text.strip()[:300] or 'no reason given'}"
 
 
 def _check_whole(answer: Answer) -> None:
     reason = answer.meta.get("finish_reason") or {}
-    if reason.get("type") not in ("stop", "length"):
-        raise CannotSweep(f"an answer ended with {reason}, not with a stop or at its length.")
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and 99th percentile; None of nothing."""
-    if not len(values):
-        return None
-    return {f"p{p}": round(float(np.percentile(values, p)), 3) for p in (50, 99)}
-
-
-def accept_histogram(answers: Sequence[Answer]) -> list[int]:
-    """How many verify steps accepted 0, 1, 2, … drafted tokens, over all answers."""
-    counts: Counter[int] = Counter()
-    for answer in answers:
-        counts.update(dict(enumerate(answer.meta.get("spec_accept_histogram") or [])))
-    return [counts[i] for i in range(max(counts, default=-1) + 1)]
+    if reason.get("type") not in ("stop", "length") or not answer.arrivals:
+        raise CellFailed(f"an answer ended with {reason or 'nothing'} and not with a stop.")

@@ -1,7 +1,11 @@
-"""What keeps a sweep from being made."""
+"""What keeps a sweep, or a cell of it, from being made."""
 
 from __future__ import annotations
 
 
 class CannotSweep(Exception):
     """One sentence for the user: what is wrong, which value, what to do."""
+
+
+class CellFailed(Exception):
+    """A cell gave no figures, and why; the sweep goes on with the next."""

@@ -1,96 +1,256 @@
-"""A cell: warm up at the measured concurrency, flush, measure."""
+"""The sweep itself: servers one after the other, each with all of its cells."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import statistics
+import os
+import shlex
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmark.gsm8k import servers
-from benchmark.gsm8k.answers import final_number
+from benchmark import provenance
+from benchmark.gsm8k import arguments, cells, rows, server
 from benchmark.gsm8k.cells import Cell
-from benchmark.gsm8k.client import Answer, Load, accept_histogram, ask, percentiles
-from benchmark.gsm8k.errors import CannotSweep
-from benchmark.gsm8k.questions import Question
+from benchmark.gsm8k.client import Load, ask
+from benchmark.gsm8k.errors import CannotSweep, CellFailed
+from benchmark.gsm8k.figures import over_repeats, sample
+from benchmark.gsm8k.machine import Machine, label, revision
+from benchmark.gsm8k.questions import Question, dump, load_problems, load_tokenizer, questions
+from benchmark.servers import ServerFailed, System
 
-_WARM_UP_TOKENS = 64
+WARM_UP_TOKENS = 128
 
 
-def measure(
-    args: argparse.Namespace, cell: Cell, url: str, asked: Sequence[Question]
-) -> dict[str, Any]:
-    """What a row says of its cell's measurements.
+@dataclass
+class Sweep:
+    """One call of the benchmark.
+
+    Attributes:
+        asked: every problem of the data set; a cell asks the first ones, and its warm-up the last.
+        data: what is said of them in the results.
+        done: rows by key, of earlier calls and of this one.
+    """
+
+    options: argparse.Namespace
+    machine: Machine
+    cells: list[Cell]
+    asked: list[Question]
+    data: dict[str, str]
+    done: dict[str, rows.Row] = field(default_factory=dict)
+    run: str = field(default_factory=provenance.now)
+
+    def settings(self, cell: Cell) -> dict[str, Any]:
+        return cells.settings(self.options, cell, self.machine, self.data)
+
+    def key(self, cell: Cell) -> str:
+        return cells.key(cell, self.settings(cell))
+
+    def keep(self, cell: Cell, result: dict[str, Any]) -> None:
+        row = {
+            "key": self.key(cell),
+            **asdict(cell),
+            "settings": self.settings(cell),
+            **result,
+            "provenance": {"run": self.run, "date": provenance.now()} | result["provenance"],
+        }
+        rows.append(self.options.output_file, row)
+        self.done[row["key"]] = row
+        print(f"{cell}: {said(row)}", flush=True)
+
+    def results(self) -> list[rows.Row]:
+        """The rows of this sweep's cells that there are."""
+        keys = [self.key(cell) for cell in self.cells]
+        return [self.done[key] for key in keys if key in self.done]
+
+
+def prepare(options: argparse.Namespace, machine: Machine) -> Sweep | None:
+    """Says what will be measured, and loads what it needs; None for a dry run."""
+    if options.base_url is not None:
+        planned, skipped = server.attached(options), []
+    else:
+        planned, skipped = cells.plan(options, machine)
+    for line in skipped:
+        print(line, flush=True)
+    if not planned:
+        raise CannotSweep("no cell is left: give a smaller --tp-sizes, or what is to be measured.")
+    if options.dry_run:
+        _say_plan(options, machine, planned)
+        return None
+    problems = load_problems(options.dataset_path)
+    tokenizer = load_tokenizer(options.target_model or arguments.TARGET)
+    asked = questions(problems, tokenizer, options.enable_thinking)
+    print(f"questions: {len(asked)} of {problems.source}", flush=True)
+    if options.dump_prompts is not None:
+        most = max(cells.questions(options, cell) for cell in planned)
+        dump(asked[:most], options.dump_prompts)
+    data = {"data": problems.source, "data_sha256": problems.sha256}
+    data["instruction"] = problems.instruction
+    sweep = Sweep(options, machine, planned, asked, data)
+    if options.resume:
+        finished = rows.resume(options.output_file)
+        sweep.done = {key: finished[key] for key in map(sweep.key, planned) if key in finished}
+        print(f"resumed: {len(sweep.done)} of {len(planned)} cells are there already", flush=True)
+    return sweep
+
+
+def _say_plan(options: argparse.Namespace, machine: Machine, planned: Sequence[Cell]) -> None:
+    for group in cells.servers(list(planned)):
+        if options.base_url is None:
+            whole = server.system(options, group[0].arm).full_environment(machine.device)
+            changed = {n: value for n, value in whole.items() if os.environ.get(n) != value}
+            variables = [f"{name}={value}" for name, value in changed.items()]
+            command = server.command(options, machine, group[0])
+            launch = ["python", "-m", "sglang.launch_server", *command]
+            print(shlex.join([*variables, *launch]))
+        for cell in group:
+            print(f"  {cell} questions={cells.questions(options, cell)}")
+    print(f"{len(planned)} cells, {options.repeats} measurements each")
+
+
+def measure(sweep: Sweep) -> None:
+    """Measures every cell that is not there yet."""
+    for group in cells.servers(sweep.cells):
+        waiting = [cell for cell in group if sweep.key(cell) not in sweep.done]
+        while waiting:
+            print(f"{waiting[0].backend} tp={waiting[0].tp} {waiting[0].arm}: starting", flush=True)
+            before = len(waiting)
+            try:
+                _measure_server(sweep, waiting)
+            except ServerFailed as failure:
+                print(failure, flush=True)
+                if len(waiting) == before:  # it never served
+                    for cell in waiting:
+                        sweep.keep(cell, _failed(f"the server did not start: {failure}"))
+                    waiting = []
+
+
+def _measure_server(sweep: Sweep, waiting: list[Cell]) -> None:
+    """Starts a server and takes cells off `waiting` until none is left or it can serve no more."""
+    with server.served(sweep.options, sweep.machine, waiting[0]) as served:
+        while waiting:
+            cell = waiting[0]
+            try:
+                result = _measure_cell(sweep, served, cell)
+            except CellFailed as failure:
+                result = _failed(str(failure))
+            waiting.pop(0)
+            sweep.keep(cell, result)
+            if result["error"] and waiting and not served.usable():
+                if sweep.options.base_url is not None:
+                    raise CannotSweep(
+                        f"the server at {sweep.options.base_url} serves no more: start it again, then "
+                        "go on with --resume."
+                    )
+                return
+
+
+def _measure_cell(sweep: Sweep, served: server.Served, cell: Cell) -> dict[str, Any]:
+    """All repeats of a cell, as a part of its row.
 
     Raises:
-        CannotSweep: see `ask`; or no verify step happened though the server speculates.
+        CellFailed: no figures, and why.
     """
-    sampling = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "max_new_tokens": args.max_new_tokens,
-    }
-    load = Load(url, sampling, cell.concurrency, args.batch_requests, args.timeout_s)
-    prompts = [question.prompt for question in asked]
-    warm_up = sampling | {"max_new_tokens": min(_WARM_UP_TOKENS, args.max_new_tokens)}
-    warm = Load(url, warm_up, cell.concurrency, args.batch_requests, args.timeout_s)
-    # From the end, where the prefixes are not those of the first questions.
-    ask(warm, prompts[::-1][: 2 * cell.concurrency])
-    repeats = []
-    for repeat in range(args.repeats):
-        servers.flush(url)
-        title = f"{cell}" + (f", {repeat + 1} of {args.repeats}" if args.repeats > 1 else "")
-        with tqdm(total=len(prompts), desc=title, disable=args.disable_tqdm) as bar:
-            repeats.append(ask(load, prompts, bar.update))
-    answers = [answer for answered, _ in repeats for answer in answered]
-    if cell.arm.speculative and not any(answer.verify_steps for answer in answers):
-        raise CannotSweep(f"no verify step happened in {cell}: it measured plain decoding.")
-    return _rates(repeats) | _quality(answers, asked) | _latencies(answers)
-
-
-def _rates(repeats: Sequence[tuple[list[Answer], float]]) -> dict[str, Any]:
-    rates = [sum(answer.tokens for answer in answers) / seconds for answers, seconds in repeats]
+    options = sweep.options
+    load = Load(
+        served.url,
+        cells.sampling(options),
+        cell.concurrency,
+        options.batch_requests,
+        options.timeout_s,
+    )
+    gpu = _warm_up(load, sweep.asked)
+    asked = sweep.asked[: cells.questions(options, cell)]
+    samples = [_sample(served, load, asked, cell, options, n) for n in range(options.repeats)]
+    error = None
+    if cell.speculative and not all(each["verify_steps"] for each in samples):
+        error = "DFLASH is on, but no verify step happened: see the server's log."
     return {
-        "output_tok_s": statistics.fmean(rates),
-        "output_tok_s_spread": statistics.stdev(rates) if len(rates) > 1 else None,
-        "output_tok_s_repeats": rates,
-        "seconds": [seconds for _, seconds in repeats],
+        "error": error,
+        **over_repeats(samples),
+        "samples": samples,
+        "provenance": _provenance(sweep, served, cell) | {"gpu": gpu},
     }
 
 
-def _quality(answers: Sequence[Answer], asked: Sequence[Question]) -> dict[str, Any]:
-    right = [
-        final_number(answer.text) == asked[i % len(asked)].answer
-        for i, answer in enumerate(answers)
-    ]
-    drafted = [answer for answer in answers if answer.verify_steps]
-    lengths = [answer.tokens / answer.verify_steps for answer in drafted]
-    text = json.dumps([answer.text for answer in answers[: len(asked)]])
-    return {
-        "questions": len(asked),
-        "accuracy": statistics.fmean(right),
-        "completion_tokens": sum(answer.tokens for answer in answers),
-        "verify_steps": sum(answer.verify_steps for answer in answers),
-        "accept_length": statistics.fmean(lengths) if lengths else None,
-        "accept_length_of_tokens": (
-            sum(a.tokens for a in drafted) / sum(a.verify_steps for a in drafted)
-            if drafted
-            else None
-        ),
-        "accept_histogram": accept_histogram(answers),
-        "answers_sha256": hashlib.sha256(text.encode()).hexdigest(),
+def _failed(error: str) -> dict[str, Any]:
+    return {"error": error, "provenance": {}}
+
+
+def _warm_up(load: Load, asked: Sequence[Question]) -> dict[str, str]:
+    """Brings the server to work at the concurrency; returns the state of the GPU meanwhile."""
+    tokens = min(WARM_UP_TOKENS, load.sampling["max_new_tokens"])
+    short = Load(
+        load.url,
+        load.sampling | {"max_new_tokens": tokens},
+        load.concurrency,
+        load.batch,
+        load.seconds,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(provenance.gpu)
+        ask(short, [question.ids for question in asked[-load.concurrency :]])
+        return state.result()
+
+
+def _sample(
+    served: server.Served,
+    load: Load,
+    asked: Sequence[Question],
+    cell: Cell,
+    options: argparse.Namespace,
+    number: int,
+) -> dict[str, Any]:
+    """One measurement, from an empty cache."""
+    served.flush()
+    name = f"{cell} [{number + 1}/{options.repeats}]"
+    off = True if options.disable_tqdm else None  # None: only on a terminal
+    with tqdm(total=len(asked), desc=name, disable=off, leave=False) as bar:
+        answers, seconds = ask(load, [question.ids for question in asked], bar.update)
+    return sample(asked, answers, seconds)
+
+
+def _provenance(sweep: Sweep, served: server.Served, cell: Cell) -> dict[str, Any]:
+    options, machine = sweep.options, sweep.machine
+    commit = provenance.commit()
+    if options.commit:
+        commit = {"commit": options.commit, "changed_files": None}
+    models = {"target": options.target_model or arguments.TARGET}
+    if cell.speculative:
+        models["drafter"] = options.draft_model or arguments.DRAFTER
+    found = {"sglang": served.info().get("version", "unknown")}
+    environment: dict[str, str] = {}
+    if options.base_url is None:
+        system = server.system(options, cell.arm)
+        found = _versions(system.name, machine.device) | found
+        environment = provenance.environment(system, machine.device)
+    known = {server.location(model): label(model) for model in models.values()}
+    return commit | {
+        "versions": found,
+        "models": {n: {"name": label(m), "revision": _revision(m)} for n, m in models.items()},
+        "machine": provenance.machine(cell.tp if machine.gpus else 0),
+        "server_arguments": provenance.without_paths(served.arguments, known),
+        "environment": environment,
+        "start_s": served.start_seconds,
+        "command": provenance.command_line(),
     }
 
 
-def _latencies(answers: Sequence[Answer]) -> dict[str, Any]:
-    streamed = [answer for answer in answers if answer.arrivals]
-    between = [time for answer in streamed for time in answer.inter_token_ms()]
-    return {
-        "ttft_ms": percentiles([answer.first_token_ms() for answer in streamed]),
-        "inter_token_ms": percentiles(between),
-    }
+@cache
+def _versions(name: str, device: str) -> dict[str, str]:
+    return provenance.versions(System(name), device)
+
+
+_revision = cache(revision)
+
+
+def said(row: rows.Row) -> str:
+    """A row in a line."""
+    if row["error"]:
+        return f"FAILED: {row['error'].splitlines()[0]}"
+    text = f"{row['output_tok_s']:,.1f} tok/s, accuracy {row['accuracy']:.3f}"
+    return text + (f", accept length {row['accept_length']:.3f}" if row["accept_length"] else "")

@@ -11,25 +11,30 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from benchmark.gsm8k.answers import final_number
-from benchmark.gsm8k.arguments import BUNDLED
-from benchmark.gsm8k.errors import CannotSweep
+import requests
 
-BUNDLED_PROBLEMS = BUNDLED / "data" / "test.jsonl"
+from benchmark.gsm8k.answers import final_number
+from benchmark.gsm8k.errors import CannotSweep
+from benchmark.shapes import ROOT
+
+BUNDLED = ROOT / "checkpoints" / "tiny" / "data" / "test.jsonl"
+HUB_SECONDS = 10
 # What a general model is asked; the bundled target knows its problems as they stand.
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
 class Question:
-    """A problem.
+    """A problem as it is asked.
 
     Attributes:
-        prompt: in the target's chat format.
+        ids: the prompt's token ids, which are sent.
+        text: the same as text, without the token that begins every text.
         answer: the right number.
     """
 
-    prompt: str
+    ids: list[int]
+    text: str
     answer: Decimal
 
 
@@ -40,36 +45,33 @@ class Problems:
     Attributes:
         source: where it comes from, in words.
         sha256: of its questions and answers.
+        instruction: what is put after every question.
         rows: `question` and `answer` each.
     """
 
     source: str
     sha256: str
+    instruction: str
     rows: list[dict[str, str]]
 
     @classmethod
-    def of(cls, source: str, rows: list[dict[str, str]]) -> Problems:
+    def of(cls, source: str, instruction: str, rows: list[dict[str, str]]) -> Problems:
         text = json.dumps([[row["question"], row["answer"]] for row in rows])
-        return cls(source, hashlib.sha256(text.encode()).hexdigest(), rows)
-
-    @property
-    def bundled(self) -> bool:
-        return self.source == "bundled problems"
+        return cls(source, hashlib.sha256(text.encode()).hexdigest(), instruction, rows)
 
 
 def load_problems(path: Path | None) -> Problems:
-    """The problems of a file; without one, GSM8K's test split, or the bundled problems.
+    """The problems of a file; without one, GSM8K's test split, or else the bundled problems.
 
     Raises:
         CannotSweep: the file cannot be read, or a line is not a problem.
     """
-    if path is not None:
-        bundled = path.resolve() == BUNDLED_PROBLEMS.resolve()
-        return Problems.of("bundled problems" if bundled else path.name, read_file(path))
-    rows = _from_hub()
-    if rows is None:
-        return Problems.of("bundled problems", read_file(BUNDLED_PROBLEMS))
-    return Problems.of("openai/gsm8k, test", rows)
+    if path is not None and path.resolve() != BUNDLED:
+        return Problems.of(path.name, INSTRUCTION, read_file(path))
+    why = "" if path is not None else _why_no_hub()
+    if path is None and not why:
+        return Problems.of("openai/gsm8k, test split", INSTRUCTION, _from_hub())
+    return Problems.of("bundled problems" + why, "", read_file(BUNDLED))
 
 
 def read_file(path: Path) -> list[dict[str, str]]:
@@ -80,10 +82,11 @@ def read_file(path: Path) -> list[dict[str, str]]:
         raise CannotSweep(
             f"--dataset-path {path} cannot be read ({error}): give a GSM8K JSONL file."
         ) from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            rows.append(_checked(line, f"line {number} of {path}"))
+    rows = [
+        _checked(line, f"line {number} of {path}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not rows:
         raise CannotSweep(f"--dataset-path {path} holds no problems: give one a line.")
     return rows
@@ -92,52 +95,87 @@ def read_file(path: Path) -> list[dict[str, str]]:
 def _checked(line: str, where: str) -> dict[str, str]:
     try:
         row = json.loads(line)
-        question, answer = str(row["question"]), str(row["answer"])
+        question, answer = row["question"], str(row["answer"])
     except (ValueError, KeyError, TypeError):
         raise CannotSweep(
             f'{where} is not {{"question": …, "answer": …}}: give a GSM8K JSONL file.'
         ) from None
+    if not isinstance(question, str) or not question.strip():
+        raise CannotSweep(f"the question in {where} is not a text: write one.")
     if final_number(answer) is None:
         raise CannotSweep(f"the answer in {where} has no number: end it with #### and the number.")
     return {"question": question, "answer": answer}
 
 
-def _from_hub() -> list[dict[str, str]] | None:
-    """GSM8K's test split, from the cache or from the hub; None where there is neither."""
-    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
+def _why_no_hub() -> str:
+    """Empty if GSM8K can be had; else why not, as it is said of the problems that take its place."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        from datasets import load_dataset
+        requests.head(endpoint, timeout=HUB_SECONDS, allow_redirects=False)
+    except requests.RequestException as error:
+        # What an earlier run has left in the cache will do; without this the library tries for long.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        reason = f", as {endpoint} cannot be reached ({type(error).__name__})"
+    else:
+        reason = ", as openai/gsm8k cannot be loaded"
+    try:
+        _from_hub()
+    except Exception as error:  # whatever keeps the library from its data
+        return f"{reason}: {type(error).__name__}" if "(" not in reason else reason
+    return ""
 
-        return [dict(row) for row in load_dataset("openai/gsm8k", "main", split="test")]
-    except Exception:  # whatever keeps the library from its data
-        return None
+
+def _from_hub() -> list[dict[str, str]]:
+    from datasets import load_dataset  # takes a second, and is rarely needed
+
+    return [dict(row) for row in load_dataset("openai/gsm8k", "main", split="test")]
 
 
-def questions(problems: Problems, tokenizer: Any, count: int) -> list[Question]:
-    """The first `count` problems, from the beginning again if there are fewer.
+def load_tokenizer(path: str) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        CannotSweep: there is none at `path`.
+    """
+    from transformers import AutoTokenizer  # takes seconds, and a dry run goes without
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CannotSweep(
+            f"the tokenizer of {path} cannot be loaded ({str(error).splitlines()[0]}): name a "
+            "folder or a model of the hub with --target-model."
+        ) from None
+
+
+def questions(problems: Problems, tokenizer: Any, thinking: bool) -> list[Question]:
+    """All problems in their order, in the target's chat format.
 
     Args:
-        tokenizer: Hugging Face tokenizer of the target; without a chat template the question is asked
-            as it stands.
+        tokenizer: Hugging Face tokenizer of the target. Without a chat template the question stands
+            between `Question:` and `Answer:`.
+        thinking: what the template is told as `enable_thinking`; most know nothing of it.
     """
-    suffix = "" if problems.bundled else INSTRUCTION
-    chosen: Sequence[dict[str, str]] = [problems.rows[i % len(problems.rows)] for i in range(count)]
     asked = []
-    for row in chosen:
-        prompt = row["question"] + suffix
+    for row in problems.rows:
+        text = row["question"] + problems.instruction
         if tokenizer.chat_template:
-            message = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, tokenize=False
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}],
+                add_generation_prompt=True,
+                tokenize=False,
+                enable_thinking=thinking,
             )
-        asked.append(Question(prompt, final_number(row["answer"])))
+            text = text.removeprefix(tokenizer.bos_token or "")
+        else:
+            text = f"Question: {text}\nAnswer:"
+        asked.append(Question(tokenizer.encode(text), text, final_number(row["answer"])))
     return asked
 
 
 def dump(asked: Sequence[Question], path: Path) -> None:
     """Writes prompts as `sglang.bench_serving --dataset-name custom` reads them."""
     rows = [
-        {"conversations": [{"content": q.prompt}, {"content": f"the number {q.answer}"}]}
-        for q in asked
+        {"conversations": [{"content": q.text}, {"content": f"#### {q.answer}"}]} for q in asked
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
