@@ -62,6 +62,7 @@ def _figure(path: Path, found: Found, panel: Callable[[Axes, Found], None]) -> P
         panel(axes, {cell: row for cell, row in found.items() if cell.backend == backend})
         axes.set_title(backend)
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     picture.savefig(path, dpi=120)
@@ -101,7 +102,8 @@ def _throughput(axes: Axes, found: Found) -> None:
             label=label,
             **style,
         )
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     _concurrency_axis(axes, found)
     axes.set_ylabel("output tokens/s")
 
@@ -133,6 +135,7 @@ def _histogram(axes: Axes, found: Found) -> None:
         places = [drafts + 1 + offset for drafts in range(len(counts))]
         hatch = "" if style["linestyle"] == "-" else "//"
         axes.bar(places, shares, width, color=style["color"], label=label, hatch=hatch)
+        axes.set_xticks(range(1, len(counts) + 1))
     axes.set_xlabel("tokens that a verify step commits")
     axes.set_ylabel("share of verify steps")
 
@@ -146,6 +149,7 @@ def _latency(axes: Axes, found: Found) -> None:
             axes.annotate(
                 str(cell.concurrency), place, (4, 4), textcoords="offset points", fontsize=8
             )
+    axes.margins(0.1)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("output tokens/s")
     axes.set_ylabel("latency of a request, median (ms)")

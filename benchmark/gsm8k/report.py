@@ -21,20 +21,21 @@ def header(found: Sequence[Row]) -> list[tuple[str, str]]:
     settings = shared_settings(found)
     cells = [cell_of(row) for row in found]
     lines = {
-        "attention_backends": _each(cell.backend for cell in cells),
-        "tp_sizes": _each(cell.tp for cell in cells),
-        "concurrencies": _each(cell.concurrency for cell in cells),
-        "arms": _each(cell.arm for cell in cells),
+        "attention_backends": _each((cell.backend for cell in cells), ", "),
+        "tp_sizes": _each((cell.tp for cell in cells), ", "),
+        "concurrencies": _each((cell.concurrency for cell in cells), ", "),
+        "arms": _each((cell.arm for cell in cells), ", "),
     }
-    for name, value in settings.items():  # of what is mostly left alone, only what was set
-        if value not in (None, False, "", []):
-            lines[name] = " ".join(value) if isinstance(value, list) else str(value).strip()
+    for name, value in settings.items():
+        if value is None or value is False or value in ("", []):
+            continue  # of what is mostly left alone, only what was set
+        lines[name] = " ".join(value) if isinstance(value, list) else str(value).strip()
     return [*lines.items(), *_origin([row["provenance"] for row in found if good(row)])]
 
 
-def _each(values: Iterable[Any]) -> str:
+def _each(values: Iterable[Any], between: str = "; ") -> str:
     """Different values in their order."""
-    return "; ".join(dict.fromkeys(str(value) for value in values if value)) or "-"
+    return between.join(dict.fromkeys(str(value) for value in values if value)) or "-"
 
 
 def _origin(origins: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
