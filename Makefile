@@ -8,8 +8,8 @@ ARGS  ?=
 # What `make losslessness` compares them on, and its own options.
 PROMPTS ?= checkpoints/tiny/data/openings.jsonl
 COMPARE ?=
-# What `make sweep` measures, and more of its options.
-SWEEP ?= --tp-sizes 1 --concurrencies 1,8 --workers v1,v2 --max-new-tokens 512
+# Options of `make sweep`; they come after those for the bundled pair and win.
+SWEEP ?=
 
 # --- where and with what ------------------------------------------------------------------------
 BUILD ?= build
@@ -28,6 +28,9 @@ SERVER_cuda =
 ENV_cpu     = SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 # flashinfer-cubin, prebuilt kernels that a Hopper GPU does not need, is not in the lock.
 ENV_cuda    = FLASHINFER_DISABLE_VERSION_CHECK=1
+# The bundled pair knows its own problems, and 2,048 positions.
+SWEEP_tiny  = --dataset-path checkpoints/tiny/data/test.jsonl --max-new-tokens 512 --tp-sizes 1 \
+	--concurrencies 1,8 --questions-per-concurrency-base 32
 ACCEPT_LENGTH = 6 to 10 tokens a round with the bundled pair
 
 # A fixed choice, made once: the shell commands above would otherwise run at every use.
@@ -89,9 +92,12 @@ losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; see doc
 	@env $(ENV_$(ACCEL)) $(BIN)/python -m sglang_dflash.losslessness --prompts $(PROMPTS) \
 	--model-path $(MODEL) --draft-model-path $(DRAFT) $(COMPARE) -- $(SERVER_$(ACCEL)) $(ARGS)
 
-sweep: setup ## the GSM8K sweep on the bundled pair; see docs/sweep.md
-	@env $(ENV_$(ACCEL)) $(BIN)/python benchmark/bench_gsm8k_sweep.py --dataset-path checkpoints/tiny/data/test.jsonl \
-	--output-file $(BUILD)/sweep.jsonl --resume $(SWEEP)
+sweep: setup ## plain decoding against DFLASH on GSM8K; see docs/sweep.md
+	@mkdir -p $(BUILD)/sweep
+	@env $(if $(filter cpu,$(ACCEL)),CUDA_VISIBLE_DEVICES=) $(BIN)/python benchmark/bench_gsm8k_sweep.py \
+	--target-model $(MODEL) --draft-model $(DRAFT) --output-file $(BUILD)/sweep/gsm8k.jsonl --resume \
+	--plot $(BUILD)/sweep/plots $(if $(filter checkpoints/tiny/target,$(MODEL)),$(SWEEP_tiny)) $(SWEEP) \
+	$(if $(ARGS),-- $(ARGS))
 
 lint: setup ## ruff check and ruff format --check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

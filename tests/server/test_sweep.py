@@ -13,21 +13,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.server.harness import DEVICE, PAIR, ROOT, environment
+from tests.server.harness import DEVICE, DRAFTER, PAIR, ROOT, TARGET, environment
 
 QUESTIONS = 32
 SECONDS = 280
 # What does not depend on time.
-SAME = ("questions", "accuracy", "completion_tokens", "verify_steps", "accept_length")
-SAME += ("accept_length_of_tokens", "accept_histogram", "answers_sha256", "key")
+SAME = (
+    *("key", "backend", "tp", "arm", "concurrency", "settings", "error", "questions", "right"),
+    *("prompt_tokens", "completion_tokens", "verify_steps", "accept_length", "accuracy"),
+    *("accept_length_of_tokens", "accept_histogram", "answers_sha256"),
+)
 
 
 def sweep(output: Path, *more: str) -> subprocess.Popen:
     command = [sys.executable, "benchmark/bench_gsm8k_sweep.py", "--output-file", str(output)]
-    command += ["--dataset-path", str(PAIR / "data" / "test.jsonl"), "--tp-sizes", "1"]
-    command += ["--concurrencies", "1,4", "--workers", "v1,v2", "--max-new-tokens", "200"]
-    command += ["--questions-per-concurrency-base", str(QUESTIONS), "--disable-tqdm"]
-    command += ["--max-questions-per-config", str(QUESTIONS), *more, "--", "--sleep-on-idle"]
+    command += ["--target-model", str(TARGET), "--draft-model", str(DRAFTER), "--tp-sizes", "1,2"]
+    command += ["--dataset-path", str(PAIR / "data" / "test.jsonl"), "--max-new-tokens", "200"]
+    command += ["--concurrencies", "2,8", "--questions-per-concurrency-base", str(QUESTIONS)]
+    command += ["--max-questions-per-config", str(QUESTIONS), *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
 
@@ -37,7 +40,7 @@ def rows(output: Path) -> list[dict]:
 
 
 def servers(output: Path) -> list[psutil.Process]:
-    """Living processes that write into the sweep's logs."""
+    """Living processes that were started in the folder of the sweep's logs, as servers are."""
     folder = str(output.with_suffix(".logs"))
     found = []
     for process in psutil.process_iter():
@@ -55,27 +58,46 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     process = sweep(whole)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
-    assert "Speedup (DFLASH v2 / baseline)" in output and "v2 / v1" in output
+    assert "tp=2 skipped: this machine has no GPU" in output
+    assert "Speedup (DFLASH / baseline), v2" in output and "v2 / v1" in output
+    assert "| tp \\ conc | 2 | 8 |" in whole.with_suffix(".md").read_text()
     expected = rows(whole)
-    arms = [("baseline", 1), ("baseline", 4), ("v1", 1), ("v1", 4), ("v2", 1), ("v2", 4)]
+    arms = [(arm, concurrency) for arm in ("baseline", "v1", "v2") for concurrency in (2, 8)]
     assert [(row["arm"], row["concurrency"]) for row in expected] == arms
     assert {row["answers_sha256"] for row in expected} == {expected[0]["answers_sha256"]}
-    assert all(row["accept_length"] > 6 for row in expected[2:])
     assert all(row["accuracy"] > 0.9 and row["questions"] == QUESTIONS for row in expected)
+    for row in expected[2:]:
+        histogram = row["accept_histogram"]
+        assert row["accept_length"] > 6 and sum(histogram) == row["verify_steps"] > 0
+        # A verify step commits the drafts that it accepts and one more; the prefill gave a token.
+        committed = sum(steps * (accepted + 1) for accepted, steps in enumerate(histogram))
+        assert committed >= row["completion_tokens"] - QUESTIONS
 
     killed = sweep(torn)
     deadline = time.monotonic() + SECONDS
     while len(rows(torn)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert servers(torn)
-    os.kill(killed.pid, signal.SIGINT)  # Ctrl-C in the middle of v1
+    assert len(servers(torn)) >= 3
+    os.kill(killed.pid, signal.SIGINT)  # Ctrl-C while v1 serves its second cell
     output, _ = killed.communicate(timeout=60)
-    assert killed.returncode == 130 and "--resume goes on" in output
-    assert servers(torn) == [] and 3 <= len(rows(torn)) < 6
+    assert killed.returncode == 130 and "3 of 6 cells are in" in output, output
+    assert servers(torn) == [] and len(rows(torn)) == 3
 
     resumed = sweep(torn, "--resume")
     output, _ = resumed.communicate(timeout=SECONDS)
     assert resumed.returncode == 0, output
+    assert "resumed: 3 of 6 cells are there already" in output
     assert servers(torn) == []
     for mine, its in zip(rows(torn), expected, strict=True):
         assert {name: mine[name] for name in SAME} == {name: its[name] for name in SAME}
+
+
+def test_a_server_that_is_not_up_in_time_leaves_nobody(tmp_path: Path) -> None:
+    output = tmp_path / "late.jsonl"
+    process = sweep(output, "--skip-baseline", "--workers", "v2", "--timeout-s", "1")
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, said
+    assert servers(output) == []
+    assert [row["error"].splitlines()[0] for row in rows(output)] == [
+        "the server did not start: v2: it was not healthy after 1 s"
+    ] * 2
