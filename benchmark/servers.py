@@ -148,18 +148,19 @@ def running(
         port = probe.getsockname()[1]
     command = [system.python, "-m", "sglang.launch_server", *arguments, *system.arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=system.full_environment(device),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            # `-m` puts the working folder before PYTHONPATH, and a peer must not find this project.
-            cwd=log.parent,
-            start_new_session=True,
-        )
-    server = Server(process, port, log, command[3:])
+    process: subprocess.Popen | None = None
     try:
+        with log.open("w") as out, held_back():
+            process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                env=system.full_environment(device),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                # `-m` puts the working folder before PYTHONPATH, and a peer must not find this project.
+                cwd=log.parent,
+                start_new_session=True,
+            )
+        server = Server(process, port, log, command[3:])
         server.wait_until_healthy(seconds)
         yield server
     except ServerFailed as failure:
@@ -167,13 +168,30 @@ def running(
     except (requests.RequestException, RuntimeError) as error:
         raise ServerFailed(f"{system.name}: {error}\n{server.tail()}") from error
     finally:
-        end(process)
+        if process is not None:
+            end(process)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Signals that would end this process wait, so that it forgets no process that it started."""
+    arrived: list[int] = []
+    before = {
+        each: signal.signal(each, lambda number, frame: arrived.append(number))
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def end(process: subprocess.Popen) -> None:
     """Ends a process group, and makes sure that nobody of it is left."""
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
-    try:
+    with held_back():
         for sent, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             deadline = time.monotonic() + patience
             while time.monotonic() < deadline:
@@ -184,5 +202,3 @@ def end(process: subprocess.Popen) -> None:
                     process.wait()
                     return
                 time.sleep(0.2)
-    finally:
-        signal.signal(signal.SIGINT, interrupt)

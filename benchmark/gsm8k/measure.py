@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
+import requests
 from tqdm import tqdm
 
 from benchmark import provenance
@@ -136,7 +137,7 @@ def _measure_server(sweep: Sweep, waiting: list[Cell]) -> None:
             cell = waiting[0]
             try:
                 result = _measure_cell(sweep, served, cell)
-            except CellFailed as failure:
+            except (CellFailed, requests.RequestException) as failure:
                 result = _failed(str(failure))
             waiting.pop(0)
             sweep.keep(cell, result)

@@ -110,18 +110,17 @@ def _checked(line: str, where: str) -> dict[str, str]:
 def _why_no_hub() -> str:
     """Empty if GSM8K can be had; else why not, as it is said of the problems that take its place."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    why = f", as openai/gsm8k cannot be loaded from {endpoint}"
     try:
-        requests.head(endpoint, timeout=HUB_SECONDS, allow_redirects=False)
+        requests.head(endpoint, timeout=HUB_SECONDS)
     except requests.RequestException as error:
         # What an earlier run has left in the cache will do; without this the library tries for long.
         os.environ["HF_HUB_OFFLINE"] = "1"
-        reason = f", as {endpoint} cannot be reached ({type(error).__name__})"
-    else:
-        reason = ", as openai/gsm8k cannot be loaded"
+        why = f", as {endpoint} cannot be reached ({type(error).__name__})"
     try:
         _from_hub()
-    except Exception as error:  # whatever keeps the library from its data
-        return f"{reason}: {type(error).__name__}" if "(" not in reason else reason
+    except Exception:  # whatever keeps the library from its data
+        return why
     return ""
 
 

@@ -8,31 +8,48 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.server.harness import DEVICE, DRAFTER, PAIR, ROOT, TARGET, environment
+from benchmark import bench_gsm8k_sweep
+from tests.server.harness import (
+    CHOSEN_WORKERS,
+    DEVICE,
+    DRAFTER,
+    PAIR,
+    ROOT,
+    TARGET,
+    Server,
+    environment,
+)
 
 QUESTIONS = 32
 SECONDS = 280
-# What does not depend on time.
+CONCURRENCIES = (2, 8)
+# What does not depend on time, nor on who started the server.
 SAME = (
-    *("key", "backend", "tp", "arm", "concurrency", "settings", "error", "questions", "right"),
-    *("prompt_tokens", "completion_tokens", "verify_steps", "accept_length", "accuracy"),
+    *("backend", "tp", "arm", "concurrency", "error", "questions", "right", "accuracy"),
+    *("prompt_tokens", "completion_tokens", "verify_steps", "accept_length"),
     *("accept_length_of_tokens", "accept_histogram", "answers_sha256"),
 )
 
 
+def arguments(output: Path) -> list[str]:
+    given = ["--output-file", str(output), "--dataset-path", str(PAIR / "data" / "test.jsonl")]
+    given += ["--questions-per-concurrency-base", str(QUESTIONS), "--max-new-tokens", "200"]
+    given += ["--max-questions-per-config", str(QUESTIONS)]
+    return [*given, "--concurrencies", ",".join(map(str, CONCURRENCIES))]
+
+
 def sweep(output: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "benchmark/bench_gsm8k_sweep.py", "--output-file", str(output)]
+    """With servers of its own."""
+    command = [sys.executable, "benchmark/bench_gsm8k_sweep.py", *arguments(output)]
     command += ["--target-model", str(TARGET), "--draft-model", str(DRAFTER), "--tp-sizes", "1,2"]
-    command += ["--dataset-path", str(PAIR / "data" / "test.jsonl"), "--max-new-tokens", "200"]
-    command += ["--concurrencies", "2,8", "--questions-per-concurrency-base", str(QUESTIONS)]
-    command += ["--max-questions-per-config", str(QUESTIONS), *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes)
+    return subprocess.Popen([*command, *more], cwd=ROOT, env=environment(), **pipes)
 
 
 def rows(output: Path) -> list[dict]:
@@ -52,17 +69,21 @@ def servers(output: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture
+def expected(tmp_path: Path, plain: Server, _servers: Callable[[str, str], Server]) -> list[dict]:
+    """Rows of sweeps that nobody interrupts, on the servers of the other tests."""
+    output = tmp_path / "whole.jsonl"
+    for worker in (None, *CHOSEN_WORKERS):
+        url = plain.url if worker is None else _servers(worker, "page1").url
+        label = () if worker is None else ("--workers", worker)
+        given = [*arguments(output), "--base-url", url, *label, "--resume"]
+        assert bench_gsm8k_sweep.main(given) == 0
+    return rows(output)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="batches of a GPU round in other ways each time")
-def test_killed_and_resumed(tmp_path: Path) -> None:
-    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
-    process = sweep(whole)
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, output
-    assert "tp=2 skipped: this machine has no GPU" in output
-    assert "Speedup (DFLASH / baseline), v2" in output and "v2 / v1" in output
-    assert "| tp \\ conc | 2 | 8 |" in whole.with_suffix(".md").read_text()
-    expected = rows(whole)
-    arms = [(arm, concurrency) for arm in ("baseline", "v1", "v2") for concurrency in (2, 8)]
+def test_killed_and_resumed(tmp_path: Path, expected: list[dict]) -> None:
+    arms = [(arm, c) for arm in ("baseline", *CHOSEN_WORKERS) for c in CONCURRENCIES]
     assert [(row["arm"], row["concurrency"]) for row in expected] == arms
     assert {row["answers_sha256"] for row in expected} == {expected[0]["answers_sha256"]}
     assert all(row["accuracy"] > 0.9 and row["questions"] == QUESTIONS for row in expected)
@@ -73,20 +94,25 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
         committed = sum(steps * (accepted + 1) for accepted, steps in enumerate(histogram))
         assert committed >= row["completion_tokens"] - QUESTIONS
 
-    killed = sweep(torn)
+    torn = tmp_path / "torn.jsonl"
+    workers = ("--workers", ",".join(CHOSEN_WORKERS))
+    killed = sweep(torn, *workers)
     deadline = time.monotonic() + SECONDS
     while len(rows(torn)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(servers(torn)) >= 3
-    os.kill(killed.pid, signal.SIGINT)  # Ctrl-C while v1 serves its second cell
+    os.kill(killed.pid, signal.SIGINT)  # Ctrl-C while the first worker serves its second cell
     output, _ = killed.communicate(timeout=60)
-    assert killed.returncode == 130 and "3 of 6 cells are in" in output, output
+    assert killed.returncode == 130 and f"3 of {len(arms)} cells are in" in output, output
     assert servers(torn) == [] and len(rows(torn)) == 3
 
-    resumed = sweep(torn, "--resume")
+    resumed = sweep(torn, *workers, "--resume")
     output, _ = resumed.communicate(timeout=SECONDS)
     assert resumed.returncode == 0, output
-    assert "resumed: 3 of 6 cells are there already" in output
+    assert f"resumed: 3 of {len(arms)} cells are there already" in output
+    assert "tp=2 skipped: this machine has no GPU" in output
+    assert "Speedup (DFLASH / baseline)" in output
+    assert "| tp \\ conc | 2 | 8 |" in torn.with_suffix(".md").read_text()
     assert servers(torn) == []
     for mine, its in zip(rows(torn), expected, strict=True):
         assert {name: mine[name] for name in SAME} == {name: its[name] for name in SAME}

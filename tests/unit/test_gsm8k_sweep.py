@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import signal
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -279,6 +280,15 @@ def test_a_server_that_dies_fails_its_cell_alone(
     assert len(errors) == 3 and all(error.startswith("the server") for error in errors[:2])
     assert "the server did not start: v1: it ended with status 1" == errors[2]
     assert capsys.readouterr().out.count("FAILED") == 3
+
+
+def test_signals_wait_while_a_server_starts_or_ends() -> None:
+    """Otherwise a Ctrl-C at that moment would leave the server behind."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), servers.held_back():
+        signal.raise_signal(signal.SIGINT)
+        done.append("started")
+    assert done == ["started"]
 
 
 def test_tables() -> None:
