@@ -114,18 +114,21 @@ def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[N
 
     It keeps a state for each request until the scheduler answers, and refuses some after that state
     was made and before the scheduler knows of them, such as a prompt that is too long. Told to end, the
-    server would wait for those for ever.
+    server would wait for those for ever. So it would for `n` above 1, where each prompt gets a state
+    for each copy, and copies get others.
     """
+    rids = received.rid if isinstance(received.rid, list) else [received.rid]
+    states = {rid: manager.rid_to_state.get(rid) for rid in rids}
     try:
         yield
     except ValueError:
-        rids = received.rid if isinstance(received.rid, list) else [received.rid]
-        for rid in rids:
-            state = manager.rid_to_state.get(rid)
-            if state is None:
-                continue
-            if state.time_stats.api_server_dispatch_time:
+        for rid, state in states.items():
+            if state is not None and state.time_stats.api_server_dispatch_time:
                 manager.abort_request(rid)  # it was sent, and its end will come
-            else:
-                del manager.rid_to_state[rid]
         raise
+    finally:
+        for rid, state in states.items():
+            # The id may be that of a later request by now.
+            if state is not None and manager.rid_to_state.get(rid) is state:
+                if not state.time_stats.api_server_dispatch_time:
+                    del manager.rid_to_state[rid]

@@ -166,6 +166,8 @@ def running(
     *arguments: str,
     worker: str | None = None,
     launcher: Sequence[str] = LAUNCHER,
+    port: int | None = None,
+    output: Path | None = None,
     **variables: str,
 ) -> Iterator[Server]:
     """Starts a server, waits for its health, ends it with all its processes.
@@ -173,12 +175,15 @@ def running(
     Args:
         worker: name in WORKERS for a server with DFLASH, None for plain decoding.
         launcher: module that is run, and arguments that must come first.
+        port: to listen on; by default one that is free.
+        output: where the server writes instead of to `log`.
         variables: environment variables of the server.
     """
-    port = free_port()
+    port = port or free_port()
     speculation = () if worker is None else DFLASH
     env = environment(**WORKERS.get(worker, {}), **variables)
-    with log.open("w") as out:
+    log.touch()
+    with (output or log).open("w") as out:
         process = subprocess.Popen(
             command(*speculation, *arguments, port=port, launcher=launcher),
             env=env,
