@@ -6,7 +6,6 @@ rounds in vain count nowhere; nothing waits for a device.
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -93,17 +92,22 @@ class RoundMetrics:
         self._labels, self._names = labels, tuple(labels)
         self._pool, self._slot = draft.token_to_kv_pool_allocator, slot
         self._size = draft.token_to_kv_pool.size
+        self._children: dict[tuple[str, ...], Any] = {}
         buckets = tuple(range(1, args.speculative_num_draft_tokens + 1))
         self._lengths = _metric("sglang:dflash_accept_length", self._names, buckets=buckets)
+        self._lengths = self._lengths.labels(**labels)
+
+    def _child(self, name: str, **own: str) -> Any:
+        """Kept, because looking up labels costs more than counting."""
+        key = (name, *own.values())
+        if key not in self._children:
+            metric = _metric(f"sglang:dflash_{name}", self._names)
+            self._children[key] = metric.labels(**self._labels, **own)
+        return self._children[key]
 
     def _add(self, name: str, amount: int, **own: str) -> None:
         if amount:
-            name = f"sglang:dflash_{name}_total"
-            _metric(name, self._names).labels(**self._labels, **own).inc(amount)
-
-    def _set(self, name: str, value: int) -> None:
-        name = f"sglang:dflash_{name}"
-        _metric(name, self._names).labels(**self._labels).set(value)
+            self._child(f"{name}_total", **own).inc(amount)
 
     def committed(self, width: int, taken: Sequence[int]) -> None:
         """After a round.
@@ -112,20 +116,19 @@ class RoundMetrics:
             width: rows of its blocks.
             taken: how many tokens each request took, those aside for which it ran in vain.
         """
-        rounds, lengths = len(taken), self._lengths.labels(**self._labels)
+        rounds = len(taken)
         self._add("rounds", rounds)
         self._add("drafted_tokens", rounds * (width - 1))
         self._add("accepted_tokens", sum(taken) - rounds)
-        for length, times in Tally(taken).items():
-            for _ in range(times):
-                lengths.observe(length)
+        for length in taken:
+            self._lengths.observe(length)
         for position in range(1, width):
             accepted = sum(length > position for length in taken)
             self._add("drafted_at_position", rounds, position=str(position))
             self._add("accepted_at_position", accepted, position=str(position))
         used = self._size - self._pool.available_size()
-        self._set("draft_kv_used_tokens", used)
-        self._set("draft_kv_used_bytes", used * self._slot)
+        self._child("draft_kv_used_tokens").set(used)
+        self._child("draft_kv_used_bytes").set(used * self._slot)
 
     def fell_back(self, reason: str) -> None:
         """A round could not take the fast way; `reason` is one of this module's."""

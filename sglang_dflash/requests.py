@@ -117,18 +117,21 @@ def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[N
     server would wait for those for ever. So it would for `n` above 1, where each prompt gets a state
     for each copy, and copies get others.
     """
-    rids = received.rid if isinstance(received.rid, list) else [received.rid]
-    states = {rid: manager.rid_to_state.get(rid) for rid in rids}
+    batch = isinstance(received.rid, list)
+    states = {
+        rid: manager.rid_to_state.get(rid) for rid in (received.rid if batch else [received.rid])
+    }
+    over = batch  # a request alone is sent after this
     try:
         yield
     except ValueError:
+        over = True
         for rid, state in states.items():
             if state is not None and state.time_stats.api_server_dispatch_time:
                 manager.abort_request(rid)  # it was sent, and its end will come
         raise
     finally:
-        for rid, state in states.items():
-            # The id may be that of a later request by now.
-            if state is not None and manager.rid_to_state.get(rid) is state:
-                if not state.time_stats.api_server_dispatch_time:
-                    del manager.rid_to_state[rid]
+        for rid, state in states.items() if over else ():
+            sent = state is None or state.time_stats.api_server_dispatch_time
+            if not sent and manager.rid_to_state.get(rid) is state:  # the id may have a new owner
+                del manager.rid_to_state[rid]

@@ -1,37 +1,16 @@
-"""What clients and operators do to a server, and that it survives, or ends as it should."""
+"""What clients do to a server, and that it survives."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
-import psutil
 import pytest
 import requests
 
-from tests.server.checks import assert_same, assert_speculated, check
-from tests.server.harness import (
-    CHOSEN_WORKERS,
-    DFLASH,
-    ROOT,
-    WORKERS,
-    Server,
-    command,
-    end,
-    environment,
-    events,
-    free_port,
-    generate_body,
-    group_lives,
-    wait_until_healthy,
-)
+from tests.server.checks import assert_same, check
+from tests.server.harness import CHOSEN_WORKERS, Server, events, generate_body
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 
@@ -67,7 +46,11 @@ def test_abort_in_the_queue(dflash: Server, plain: Server, prompts: list[str]) -
         assert last["meta_info"].get("completion_tokens", 0) == 0
         assert dflash.load()["num_reqs"] >= 1 and not all(each.done() for each in running)
         dflash.post("/abort_request", {"rid": "", "abort_all": True})
-    check(dflash, plain, prompts[87], max_new_tokens=30)
+    # Its id is free again.
+    sampling = {"max_new_tokens": 30}
+    again = dflash.post("/generate", generate_body(prompts[87], **sampling) | {"rid": "waits"})
+    assert again.status_code == 200, again.text
+    assert_same(again.json(), plain.reference(prompts[87], **sampling))
 
 
 def test_abort_in_prefill(either: Server, plain: Server, tokenizer, prompts: list[str]) -> None:
@@ -107,110 +90,36 @@ def test_duplicate_ids(dflash: Server, plain: Server, prompts: list[str]) -> Non
     check(dflash, plain, prompts[90], max_new_tokens=30)
 
 
-@contextmanager
-def server_of_its_own(
-    worker: str, output: Path, port: int | None = None, *arguments: str
-) -> Iterator[Server]:
-    """A server that a test may end in its own way; nothing of it is left, whatever happens."""
-    port = port or free_port()
-    env = environment(**WORKERS[worker]) | {"PYTHONUNBUFFERED": "1"}
-    with output.open("w") as out:
-        process = subprocess.Popen(
-            command(*DFLASH, *arguments, port=port),
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    try:
-        server = Server(process, port, output)
-        wait_until_healthy(server)
-        yield server
-    finally:
-        if process.poll() is None or group_lives(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+@pytest.fixture(params=CHOSEN_WORKERS)
+def chunked(request: pytest.FixtureRequest, _servers: Callable) -> Iterator[Server]:
+    """Prefills 64 tokens at a time, so that long prompts are in prefill for a while."""
+    server = _servers(request.param, "page16")
+    yield server
+    server.check_idle()
 
 
-def all_gone(process: subprocess.Popen, seconds: float) -> None:
-    """The server ended with a status that is not 0, and left nobody."""
-    assert process.wait(seconds) != 0
-    deadline = time.monotonic() + 10
-    while group_lives(process.pid) and time.monotonic() < deadline:
+def test_clients_leave(chunked: Server, plain: Server, tokenizer, prompts: list[str]) -> None:
+    """In the queue, in prefill and in decode, with a stream and without; who stays is served right."""
+    text = tokenizer.encode("".join(prompts[110:140]))
+    bodies = [
+        generate_body(text[30 * i :][:1200], max_new_tokens=600, ignore_eos=True) for i in range(10)
+    ]
+    with ThreadPoolExecutor(12) as pool:
+        for body in bodies[:5]:
+            pool.submit(leave, chunked, body)
+        stays = pool.submit(chunked.generate, prompts[109], max_new_tokens=60)
+        for body in bodies[5:]:
+            chunked.post("/generate", body | {"stream": True}, stream=True).close()
+        assert chunked.load()["num_reqs"] > 2
+        assert_same(stays.result(), plain.reference(prompts[109], max_new_tokens=60))
+    deadline = time.monotonic() + 20
+    while chunked.load()["num_reqs"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not group_lives(process.pid), "a child outlives its server"
+    assert chunked.load()["num_reqs"] == 0
+    check(chunked, plain, prompts[109], max_new_tokens=60)
 
 
-def child(server: Server, title: str) -> psutil.Process:
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        if title in " ".join(process.cmdline()):
-            return process
-    raise AssertionError(f"no process named {title}")
-
-
-@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
-def test_killed_scheduler_and_the_same_port(
-    worker: str, plain: Server, prompts: list[str], tmp_path: Path
-) -> None:
-    """The whole server ends, and the next one starts on its port at once and serves right."""
-    port = free_port()
-    with server_of_its_own(worker, tmp_path / "first.log", port) as server:
-        body = generate_body(prompts[91], **LONG)
-        errors: list[Exception] = []
-
-        def ask() -> None:
-            try:
-                server.post("/generate", body)
-            except requests.RequestException as error:
-                errors.append(error)
-
-        client = threading.Thread(target=ask)
-        client.start()
-        time.sleep(0.5)
-        child(server, "scheduler").kill()
-        all_gone(server.process, 30)
-        client.join(30)
-        assert errors, "the client of a dead server waits for ever"
-    with server_of_its_own(worker, tmp_path / "second.log", port) as server:
-        answer = server.generate(prompts[91], max_new_tokens=60)
-        assert_same(answer, plain.generate(prompts[91], max_new_tokens=60))
-        assert_speculated(answer)
-        child(server, "detokenizer").kill()
-        all_gone(server.process, 30)
-
-
-def test_drains(plain: Server, prompts: list[str], tmp_path: Path) -> None:
-    """SIGTERM: what runs is answered in full, also after a request that was refused; then it ends."""
-    with server_of_its_own(CHOSEN_WORKERS[-1], tmp_path / "log") as server:
-        too_long = server.post("/generate", generate_body([5] * 3000, max_new_tokens=4))
-        assert too_long.status_code == 400
-        batch = {"input_ids": [[5, 6, 7], [5] * 3000], "sampling_params": {"max_new_tokens": 4}}
-        assert server.post("/generate", batch).status_code == 400
-        with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(server.generate, prompt, **LONG) for prompt in prompts[92:96]]
-            time.sleep(0.5)
-            server.process.terminate()
-            answers = [each.result() for each in asked]
-        for prompt, answer in zip(prompts[92:96], answers, strict=True):
-            assert answer["meta_info"]["completion_tokens"] == LONG["max_new_tokens"]
-            assert_same(answer, plain.reference(prompt, **LONG))
-        server.process.wait(30)
-        deadline = time.monotonic() + 10
-        while group_lives(server.process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not group_lives(server.process.pid)
-
-
-def test_full_disk(plain: Server, prompts: list[str]) -> None:
-    """Nothing that it logs can be written: it starts, serves right, and ends."""
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("this system has no /dev/full")
-    with server_of_its_own(CHOSEN_WORKERS[-1], full, None, "--log-requests") as server:
-        for prompt in prompts[96:100]:
-            answer = server.generate(prompt, max_new_tokens=60)
-            assert_same(answer, plain.reference(prompt, max_new_tokens=60))
-            assert_speculated(answer)
-        server.check_idle()
-        end(server.process)
+def leave(server: Server, body: dict) -> None:
+    """Asks for a whole answer, and goes before it is there."""
+    with pytest.raises(requests.Timeout):
+        requests.post(f"{server.url}/generate", json=body, timeout=0.5)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.harness import DEVICE, Server
+from tests.server.harness import DEVICE, Server, events, generate_body
 
 WIDTH = 16
 
@@ -48,6 +48,23 @@ def test_rounds(dflash: Server, prompts: list[str]) -> None:
         assert moved["drafted_at_position_total", own] == rounds
         expected = sum(times for length, times in histogram.items() if length >= position)
         assert moved["accepted_at_position_total", own] == expected
+
+
+def test_aborted(dflash: Server, prompts: list[str]) -> None:
+    """Rounds count until the abort; those that were under way then count no more than in the answer."""
+    before = counted(dflash)
+    body = generate_body(prompts[66], max_new_tokens=1500, ignore_eos=True)
+    with dflash.post("/generate", body | {"stream": True, "rid": "gone"}, stream=True) as response:
+        stream = events(response)
+        next(stream)
+        dflash.post("/abort_request", {"rid": "gone"})
+        meta = list(stream)[-1]["meta_info"]
+    dflash.check_idle()
+    moved = counted(dflash) - before
+    assert meta["finish_reason"]["type"] == "abort" and meta["spec_verify_ct"] > 0
+    assert moved["rounds_total", ""] == meta["spec_verify_ct"]
+    assert moved["accepted_tokens_total", ""] == meta["spec_accept_token_num"]
+    assert moved["accept_length_sum", ""] == meta["completion_tokens"] - 1
 
 
 def test_draft_kv(dflash: Server, prompts: list[str]) -> None:

@@ -1,0 +1,64 @@
+"""The dashboard and the documentation name the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash import metrics
+from sglang_dflash.metrics import METRICS
+
+DOCS = Path(__file__).parents[2] / "docs"
+BOARD = json.loads((DOCS / "grafana" / "dflash.json").read_text())
+EXPRESSIONS = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
+NAME = re.compile(r"sglang:[a-z_]+")
+SUFFIXES = ("_sum", "_count", "_bucket")
+
+
+def metric(name: str) -> str:
+    """The metric to which a time series belongs."""
+    for suffix in SUFFIXES:
+        base = name.removesuffix(suffix)
+        if METRICS.get(base, ("",))[0] == "Histogram":
+            return base
+    return name
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_queries(expression: str) -> None:
+    """Each asks for time series of a kind that fits, by labels that they have."""
+    names = NAME.findall(expression)
+    assert names and {metric(name) for name in names} <= METRICS.keys()
+    labels = {label for name in names for label in METRICS[metric(name)][2]}
+    labels |= {"le"} if any(name.endswith("_bucket") for name in names) else set()
+    assert set(re.findall(r"by \((\w+)\)", expression)) <= labels
+    for name in names:
+        ever_growing = METRICS[metric(name)][0] != "Gauge"
+        assert bool(re.search(rf"(rate|increase)\({name}\{{", expression)) == ever_growing
+        assert METRICS.get(name, ("",))[0] != "Histogram"  # has no series of its own name
+    assert expression.count("(") == expression.count(")")
+
+
+def test_dashboard_shows_every_metric() -> None:
+    shown = {metric(name) for expression in EXPRESSIONS for name in NAME.findall(expression)}
+    assert shown == METRICS.keys()
+    (query,) = (each["query"] for each in BOARD["templating"]["list"] if each["name"] == "model")
+    assert NAME.findall(query) and set(NAME.findall(query)) <= METRICS.keys()
+
+
+def test_documentation() -> None:
+    """One row for each metric with its kind and label, and one for each reason."""
+    text = (DOCS / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(sglang:\S+)` \| (\w+)(?:, `(\w+)`)? \|", text, re.M)
+    documented = {
+        name: (kind.capitalize(), (label,) if label else ()) for name, kind, label in rows
+    }
+    assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
+    for reason in (metrics.SAMPLING, metrics.NO_GRAPH, metrics.HISTORY, metrics.SLOTS):
+        assert f"| `{reason}` |" in text
+    requests = (DOCS.parent / "sglang_dflash" / "requests.py").read_text()
+    refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))
+    assert refusals and all(f"| `{reason}` |" in text for reason in refusals)
