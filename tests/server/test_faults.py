@@ -27,6 +27,9 @@ def test_client_goes_away_in_a_stream(dflash: Server, plain: Server, prompts: li
     check(dflash, plain, prompts[70], max_new_tokens=30)
 
 
+@pytest.mark.xfail(
+    strict=True, reason="SGLang keeps the id of a request that is aborted in the queue"
+)
 def test_abort_in_the_queue(dflash: Server, plain: Server, prompts: list[str]) -> None:
     """The server runs 16 at once; the one that waits behind them goes before it began."""
     with ThreadPoolExecutor(17) as pool:
@@ -105,13 +108,14 @@ def test_clients_leave(chunked: Server, plain: Server, tokenizer, prompts: list[
         generate_body(text[30 * i :][:1200], max_new_tokens=600, ignore_eos=True) for i in range(10)
     ]
     with ThreadPoolExecutor(12) as pool:
-        for body in bodies[:5]:
-            pool.submit(leave, chunked, body)
+        left = [pool.submit(leave, chunked, body) for body in bodies[:5]]
         stays = pool.submit(chunked.generate, prompts[109], max_new_tokens=60)
         for body in bodies[5:]:
             chunked.post("/generate", body | {"stream": True}, stream=True).close()
         assert chunked.load()["num_reqs"] > 2
         assert_same(stays.result(), plain.reference(prompts[109], max_new_tokens=60))
+        for each in left:
+            each.result()
     deadline = time.monotonic() + 20
     while chunked.load()["num_reqs"] and time.monotonic() < deadline:
         time.sleep(0.1)
