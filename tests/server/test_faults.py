@@ -93,6 +93,22 @@ def test_duplicate_ids(dflash: Server, plain: Server, prompts: list[str]) -> Non
     check(dflash, plain, prompts[90], max_new_tokens=30)
 
 
+def test_ids_are_free_again(dflash: Server, plain: Server, prompts: list[str]) -> None:
+    """Also where SGLang refuses after it has noted the id, and where each copy gets another."""
+    too_long = generate_body([5] * 3000, max_new_tokens=4) | {"rid": "mine"}
+    assert dflash.post("/generate", too_long).status_code == 400
+    body = generate_body(prompts[89], max_new_tokens=30, n=3) | {"rid": "mine"}
+    for _ in range(2):
+        copies = dflash.post("/generate", body)
+        assert copies.status_code == 200, copies.text
+        for copy in copies.json():
+            assert_same(copy, plain.reference(prompts[89], max_new_tokens=30))
+    alone = generate_body(prompts[89], max_new_tokens=30) | {"rid": "mine"}
+    assert_same(
+        dflash.post("/generate", alone).json(), plain.reference(prompts[89], max_new_tokens=30)
+    )
+
+
 @pytest.fixture(params=CHOSEN_WORKERS)
 def chunked(request: pytest.FixtureRequest, _servers: Callable) -> Iterator[Server]:
     """Prefills 64 tokens at a time, so that long prompts are in prefill for a while."""
