@@ -57,14 +57,19 @@ def main(given: Sequence[str]) -> int:
     asked = asked[: options.questions]
     ours: list[dict] = []
     theirs: list[dict] = []
-    # The first pair warms the server up.
-    for number_ in range(options.repeats + 1):
-        pair = _ours(options, served, asked), _theirs(options, asked, tokenizer)
-        print(f"{'warm-up' if not number_ else number_}: ", end="")
-        print(" against ".join(f"{each['output_tok_s']:,.1f} tok/s" for each in pair), flush=True)
-        if number_:
-            ours.append(pair[0])
-            theirs.append(pair[1])
+    # The first pair warms the server up; then each is first in turn, as machines drift.
+    for turn in range(options.repeats + 1):
+        measured: dict[str, dict] = {}
+        for who in ("sweep", "bench_serving")[:: 1 if turn % 2 else -1]:
+            if who == "sweep":
+                measured[who] = _ours(options, served, asked)
+            else:
+                measured[who] = _theirs(options, asked, tokenizer)
+        rates = [f"{who} {found['output_tok_s']:,.1f} tok/s" for who, found in measured.items()]
+        print(f"{turn or 'warm-up'}: {', '.join(rates)}", flush=True)
+        if turn:
+            ours.append(measured["sweep"])
+            theirs.append(measured["bench_serving"])
     return _verdict(ours, theirs, options.tolerance)
 
 

@@ -136,7 +136,7 @@ async def _stream(
             raise CellFailed(_refusal(response.status, await response.text()))
         async for chunk in _events(response):
             if "error" in chunk:
-                raise CellFailed(f"the server answered: {chunk['error']}")
+                raise CellFailed(f"the server answered: {_message(chunk)}")
             answers[chunk.get("index", 0)].note(chunk, time.perf_counter() - begin)
     for answer in answers:
         _check_whole(answer)
@@ -151,10 +151,15 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 def _refusal(status: int, text: str) -> str:
     try:
-        text = orjson.loads(text)["error"]["message"]
+        text = _message(orjson.loads(text))
     except (ValueError, KeyError, TypeError):
         pass
     return f"the server answered with status {status}: {text.strip()[:300] or 'no reason given'}"
+
+
+def _message(body: dict[str, Any]) -> str:
+    error = body["error"]
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def _check_whole(answer: Answer) -> None:

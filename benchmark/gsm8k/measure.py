@@ -118,7 +118,9 @@ def measure(sweep: Sweep) -> None:
     for group in cells.servers(sweep.cells):
         waiting = [cell for cell in group if sweep.key(cell) not in sweep.done]
         while waiting:
-            print(f"{waiting[0].backend} tp={waiting[0].tp} {waiting[0].arm}: starting", flush=True)
+            if sweep.options.base_url is None:
+                first = waiting[0]
+                print(f"{first.backend} tp={first.tp} {first.arm}: starting", flush=True)
             before = len(waiting)
             try:
                 _measure_server(sweep, waiting)
