@@ -27,9 +27,6 @@ def test_client_goes_away_in_a_stream(dflash: Server, plain: Server, prompts: li
     check(dflash, plain, prompts[70], max_new_tokens=30)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="SGLang keeps the id of a request that is aborted in the queue"
-)
 def test_abort_in_the_queue(dflash: Server, plain: Server, prompts: list[str]) -> None:
     """The server runs 16 at once; the one that waits behind them goes before it began."""
     with ThreadPoolExecutor(17) as pool:

@@ -72,7 +72,6 @@ def test_killed(
         assert ended(server) != 0
 
 
-@pytest.mark.xfail(strict=True, reason="SGLang does not call full_disk.py and shutdown.py yet")
 @pytest.mark.parametrize(("worker", "disk"), [(SECOND, "full"), (FIRST, "free")])
 def test_sigterm(
     logs: Path, port: int, plain: Server, prompts: list[str], worker: str, disk: str
