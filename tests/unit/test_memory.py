@@ -55,6 +55,10 @@ def test_captured_rounds() -> None:
         speculative_num_draft_tokens=16,
         tp_size=2,
     )
-    assert round_buffers(args, config, 150_000, 2) == 512 * (75_000 + 2 * 3 * 4096) * 2
+    more = round_buffers(args, config, 150_000, 2)
+    args.cuda_graph_bs = [1, 8, 16]
+    half = round_buffers(args, config, 150_000, 2)
+    assert more - half == 256 * (75_000 + 2 * 3 * 4096) * 2
+    assert half - 256 * (75_000 + 2 * 3 * 4096) * 2 == 128 << 20
     args.disable_cuda_graph = True
     assert round_buffers(args, config, 150_000, 2) == 0
