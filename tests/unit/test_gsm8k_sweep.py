@@ -96,7 +96,7 @@ def key(cell: Cell, *more: str) -> str:
 def test_cells_are_the_same_if_all_that_matters_is() -> None:
     baseline, v1 = (Cell("fa3", 1, arm, 8) for arm in ("baseline", "v1"))
     assert key(v1) != key(baseline) != key(Cell("fa3", 1, "baseline", 1))
-    assert key(v1, "--concurrencies", "8", "--plot", str(ROOT), "--timeout-s", "9") == key(v1)
+    assert key(v1, "--concurrencies", "8", "--logs", str(ROOT), "--timeout-s", "9") == key(v1)
     for changed in (("--temperature", "1"), ("--page-size", "16"), ("--", "--random-seed", "5")):
         assert key(baseline, *changed) != key(baseline)
     for changed in (("--draft-model", "e"), ("--", "--speculative-num-draft-tokens", "8")):
