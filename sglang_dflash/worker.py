@@ -12,6 +12,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.admission import bound_requests
 from sglang_dflash.commit import commit_round
+from sglang_dflash.garbage import exempt_start_up
 from sglang_dflash.memory import pool_bytes, report_memory
 from sglang_dflash.metrics import metrics
 from sglang_dflash.pair import DraftTargetPair
@@ -73,6 +74,7 @@ class DFlashWorkerBase:
                 self.width,
                 self.model_runner.server_args.attention_backend,
             )
+        exempt_start_up()
 
     @property
     def model_runner(self) -> ModelRunner:

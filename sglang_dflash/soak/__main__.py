@@ -29,14 +29,27 @@ class Report:
     """What happened.
 
     Attributes:
-        memory: (seconds, MB) of the server's processes after each wave.
+        memory: (seconds, MB) of the server's processes together after each wave.
+        processes: MB of each by name and id, after the first wave and after the last.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
+    processes: dict[str, list[float]] = field(default_factory=dict)
     waves: int = 0
     seconds: float = 0
+
+    def note_memory(self, pid: int) -> None:
+        """Resident memory of a process and its children, as it is now."""
+        process = psutil.Process(pid)
+        now = {
+            f"{one.name()} {one.pid}": one.memory_info().rss / 1e6
+            for one in (process, *process.children(recursive=True))
+        }
+        self.memory.append((self.seconds, sum(now.values())))
+        for name, mb in now.items():
+            self.processes[name] = [self.processes.get(name, [round(mb, 1)])[0], round(mb, 1)]
 
     def slope(self) -> float | None:
         """Growth of resident memory in the second half, MB a minute; None if it was not watched."""
@@ -54,6 +67,7 @@ class Report:
             "waves": self.waves,
             "seconds": round(self.seconds, 1),
             "memory_mb": [self.memory[0][1], self.memory[-1][1]] if self.memory else None,
+            "memory_mb_by_process": self.processes,
             "memory_slope_mb_per_minute": self.slope(),
         }
 
@@ -74,7 +88,7 @@ def soak(client: Client, mix: Mix, options: argparse.Namespace) -> Report:
         report.wrong += idle_troubles(client)
         report.seconds = time.monotonic() - begin
         if options.pid:
-            report.memory.append((report.seconds, resident_mb(options.pid)))
+            report.note_memory(options.pid)
         if len(report.wrong) > 20:
             break
     return report
@@ -105,12 +119,6 @@ def idle_troubles(client: Client) -> list[str]:
     except requests.RequestException as error:
         return [f"the server is gone: {error}"]
     return []
-
-
-def resident_mb(pid: int) -> float:
-    """Resident memory of a process and its children."""
-    process = psutil.Process(pid)
-    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True))) / 1e6
 
 
 def mix_for(url: str, prompts: Path, seed: int) -> Mix:

@@ -21,6 +21,8 @@ def test_soak(dflash: Server, plain: Server) -> None:
     assert report.wrong == []
     assert set(report.outcomes) == {"whole", "equal", "refused", "left", "aborted"}
     assert dflash.process.poll() is None
+    assert len(report.processes) >= 3
+    assert "exempt from garbage collection" in dflash.log.read_text(errors="replace")
 
 
 def test_everything_malformed(dflash: Server, prompts: list[str], tokenizer) -> None:
