@@ -1,4 +1,4 @@
-"""Python's garbage collector in a scheduler process.
+"""Python's garbage collector in the processes of a server.
 
 A full collection walks every object and begins only when a quarter as many are new. Start-up leaves more
 than two million (modules, compiled kernels, tables), so for minutes nothing is collected, tensors of flushed
@@ -9,21 +9,16 @@ are exempt; a full collection then takes milliseconds, and comes often enough fo
 from __future__ import annotations
 
 import gc
-import logging
-
-logger = logging.getLogger(__name__)
 
 
 def exempt_start_up() -> int:
-    """Takes what exists now out of future collections; once, before the first request.
+    """Takes what exists now out of future collections; each call adds what is new.
 
     Returns:
-        How many objects that are.
+        How many objects are exempt.
     """
     gc.collect()
     gc.freeze()
     # The threshold of a full collection is a share of what the last one left; let that be nothing.
     gc.collect()
-    exempt = gc.get_freeze_count()
-    logger.info("%s objects of start-up are exempt from garbage collection", f"{exempt:,}")
-    return exempt
+    return gc.get_freeze_count()

@@ -74,7 +74,8 @@ class DFlashWorkerBase:
                 self.width,
                 self.model_runner.server_args.attention_backend,
             )
-        exempt_start_up()
+        exempt = exempt_start_up()
+        logger.info("%s objects of start-up are exempt from garbage collection", f"{exempt:,}")
 
     @property
     def model_runner(self) -> ModelRunner:

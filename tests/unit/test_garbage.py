@@ -1,4 +1,4 @@
-"""Garbage in cycles goes soon, however much start-up left behind."""
+"""Garbage in cycles goes soon, however much start-up left behind, in each process of a server."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def full_collections(how: str) -> int:
 def test_full_collections_do_not_wait_for_start_up() -> None:
     assert full_collections("as it is") == 0
     assert full_collections("exempt") > 0
+
+
+def test_each_process_begins_with_it() -> None:
+    """Each sets its logger up in SGLang's `configure_logger`."""
+    script = """
+import gc
+from types import SimpleNamespace
+from sglang.srt.utils import configure_logger
+
+for algorithm in (None, "DFLASH"):
+    configure_logger(SimpleNamespace(speculative_algorithm=algorithm, log_level="info"))
+    print(gc.get_freeze_count() > 100_000)
+"""
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["False", "True"]
