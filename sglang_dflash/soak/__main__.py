@@ -59,6 +59,11 @@ class Report:
         times, sizes = np.array(late).T
         return float(np.polyfit(times / 60, sizes, 1)[0])
 
+    def by_minute(self) -> list[float]:
+        """MB after the first wave, and after the last wave that ended in each minute."""
+        last = {int(seconds // 60): mb for seconds, mb in self.memory}
+        return [round(mb, 1) for mb in (*(mb for _, mb in self.memory[:1]), *last.values())]
+
     def as_json(self) -> dict:
         return {
             "requests": sum(self.outcomes.values()),
@@ -66,7 +71,7 @@ class Report:
             "wrong": self.wrong,
             "waves": self.waves,
             "seconds": round(self.seconds, 1),
-            "memory_mb": [self.memory[0][1], self.memory[-1][1]] if self.memory else None,
+            "memory_mb_by_minute": self.by_minute(),
             "memory_mb_by_process": self.processes,
             "memory_slope_mb_per_minute": self.slope(),
         }

@@ -50,4 +50,7 @@ def test_a_wrong_answer_is_seen(dflash: Server, plain: Server) -> None:
 def test_slope() -> None:
     report = Report(seconds=600, memory=[(t, 900 + t / 60) for t in range(0, 600, 20)])
     assert report.slope() == pytest.approx(1.0)
-    assert Report(seconds=10).slope() is None
+    assert report.by_minute() == pytest.approx(
+        [900, *(900 + m + 2 / 3 for m in range(10))], abs=0.1
+    )
+    assert Report(seconds=10).slope() is None and Report().by_minute() == []
