@@ -14,6 +14,14 @@ def test_one_token(either: Server, plain: Server, prompts: list[str]) -> None:
     assert "spec_verify_ct" not in answer["meta_info"]  # the prefill's token was enough
 
 
+def test_nothing_but_one_token(either: Server, plain: Server, prompts: list[str]) -> None:
+    """With overlap each answer is followed by a round in vain, and no round counts for long."""
+    for prompt in prompts[:90]:  # more than twice the rounds between two lines of the log
+        answer = either.generate(prompt, max_new_tokens=1)
+        assert_same(answer, plain.reference(prompt, max_new_tokens=1))
+    check(either, plain, prompts[0], max_new_tokens=30)
+
+
 @pytest.mark.parametrize("limit", [2, 15, 16, 17, 33])
 def test_length_limit(either: Server, plain: Server, prompts: list[str], limit: int) -> None:
     for prompt in prompts[:3]:
