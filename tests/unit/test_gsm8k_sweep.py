@@ -6,7 +6,7 @@ import csv
 import importlib.util
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,15 @@ def test_a_server_that_dies_fails_its_cell_alone(
     assert capsys.readouterr().out.count("FAILED") == 3
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal; a shell starts what it puts in the background without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_signals_wait_while_a_server_starts_or_ends() -> None:
     """Otherwise a Ctrl-C at that moment would leave the server behind."""
     done = []
