@@ -1,4 +1,4 @@
-"""Python's garbage collector in the processes of a server.
+"""Python's garbage collector in the processes of a server, and what the C library keeps.
 
 A full collection walks every object and begins only when a quarter as many are new. Start-up leaves more
 than two million (modules, compiled kernels, tables), so for minutes nothing is collected, tensors of flushed
@@ -8,6 +8,7 @@ are exempt; a full collection then takes milliseconds, and comes often enough fo
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 
@@ -22,3 +23,14 @@ def exempt_start_up() -> int:
     # The threshold of a full collection is a share of what the last one left; let that be nothing.
     gc.collect()
     return gc.get_freeze_count()
+
+
+def give_memory_back() -> None:
+    """Collects garbage now, and gives the system what the C library holds for later.
+
+    glibc keeps freed memory below anything that lives: tens of MB, more or less of it each minute.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)

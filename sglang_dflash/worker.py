@@ -12,7 +12,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.admission import bound_requests
 from sglang_dflash.commit import commit_round
-from sglang_dflash.garbage import exempt_start_up
+from sglang_dflash.eager_cpu import compile_only_when_asked
+from sglang_dflash.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.memory import pool_bytes, report_memory
 from sglang_dflash.metrics import metrics
 from sglang_dflash.pair import DraftTargetPair
@@ -45,6 +46,7 @@ class DFlashWorkerBase:
         nccl_port: int,
         target_worker: TpModelWorker,
     ):
+        compile_only_when_asked(server_args)
         ranks = dict(
             gpu_id=gpu_id,
             tp_rank=tp_rank,
@@ -95,7 +97,8 @@ class DFlashWorkerBase:
         return self.target_worker.update_weights_from_tensor(request)
 
     def clear_cache_pool(self) -> None:
-        """Nothing to clear on `/flush_cache`: draft KV lies under the target's slots."""
+        """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free."""
+        give_memory_back()
 
 
 class DFlashWorker(DFlashWorkerBase):

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.server.checks import assert_same, assert_speculated, check
-from tests.server.harness import TARGET, Server, generate_body
+from tests.server.harness import DEVICE, TARGET, Server, generate_body
 
 
 def post(server: Server, path: str, **body: object) -> dict:
@@ -50,6 +50,13 @@ def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) ->
         ended.json()["meta_info"]["finish_reason"]["type"] == "abort"
     )
     check(dflash, plain, prompts[44], max_new_tokens=30)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU server compiles its kernels")
+def test_nothing_is_compiled(dflash: Server, plain: Server, prompts: list[str]) -> None:
+    """The release compiles its repetition penalties when a request first has one."""
+    check(dflash, plain, prompts[45], repetition_penalty=1.5, max_new_tokens=30)
+    assert not [*dflash.log.with_suffix(".compiled").rglob("*.so")]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,15 @@
-"""Garbage in cycles goes soon, however much start-up left behind, in each process of a server."""
+"""Garbage in cycles goes soon, however much start-up left behind, and at a flush at once."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+
+import psutil
+
+from sglang_dflash.worker import DFlashWorkerBase
 
 SCRIPT = """
 import gc, sys
@@ -47,3 +53,29 @@ for algorithm in (None, "DFLASH"):
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.split() == ["False", "True"]
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.cycle = self
+
+
+def test_a_flush_gives_memory_back() -> None:
+    """Garbage in cycles, and memory that is free below some that is not."""
+    process = psutil.Process()
+    gc.collect()
+    gc.disable()
+    try:
+        cycle = weakref.ref(Cycle())
+        blocks = [bytes(2000) for _ in range(100_000)]
+        above = bytes(2000)
+        full = process.memory_info().rss
+        del blocks
+        kept = process.memory_info().rss
+        DFlashWorkerBase.clear_cache_pool(object())
+        left = process.memory_info().rss
+    finally:
+        gc.enable()
+    assert cycle() is None and len(above) == 2000
+    assert full - kept < 100e6, "the C library gave it back by itself"
+    assert full - left > 150e6
