@@ -8,6 +8,8 @@ ARGS  ?=
 # What `make losslessness` compares them on, and its own options.
 PROMPTS ?= checkpoints/tiny/data/openings.jsonl
 COMPARE ?=
+# Processes of `make test`. The second takes up to 10 GB more, for servers of its own.
+JOBS ?= 2
 # Options of `make sweep`; they come after those for the bundled pair and win.
 SWEEP ?=
 
@@ -80,8 +82,9 @@ serve-plain: setup ## the same without speculation
 	$(info When it is up, ask it:  $(ASK))
 	@$(LAUNCH) $(ARGS)
 
-test: setup ## unit tests, tests of the patch queue, tests on a real server
-	@$(BIN)/python -m pytest $(wildcard tests/unit tests/patches tests/server) $(ARGS)
+test: setup ## unit tests, tests of the patch queue, tests on a real server; JOBS at once
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+	$(wildcard tests/unit tests/patches tests/server) $(ARGS)
 
 test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \

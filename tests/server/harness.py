@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,12 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that the system gives to clients, one of which could take it before the server does."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -181,7 +185,9 @@ def running(
     """
     port = port or free_port()
     speculation = () if worker is None else DFLASH
-    env = environment(**WORKERS.get(worker, {}), **variables)
+    # Plain decoding would compile its penalties; with DFLASH nothing is compiled on a CPU anyway.
+    eager = {"TORCH_COMPILE_DISABLE": "1"} if DEVICE == "cpu" and worker is None else {}
+    env = environment(**WORKERS.get(worker, {}), **eager, **variables)
     log.touch()
     with (output or log).open("w") as out:
         process = subprocess.Popen(

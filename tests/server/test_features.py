@@ -113,6 +113,7 @@ def table() -> Iterator[str]:
         yield f"| {feature.group} | {feature.name} | {cells} |"
 
 
+@pytest.mark.usefixtures("_servers")  # so that it runs in the process of the tests above
 def test_table(request: pytest.FixtureRequest) -> None:
     """The table in the docs is what was just seen; DFLASH_WRITE_DOCS=1 writes it."""
     if len(OUTCOMES) < len(GREEDY) + len(REFUSED) or len(CHOSEN_WORKERS) < 2:

@@ -21,17 +21,16 @@ CARELESS = {
     "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0",
     "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
 }
+PAGES = {"v1": "1", "v2": "16"}
 BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
 ANSWER, REQUESTS, RETRACTIONS = 120, 64, 50
 
 
-@pytest.fixture(
-    scope="module", params=[(worker, page) for worker in CHOSEN_WORKERS for page in ("1", "16")]
-)
+@pytest.fixture(scope="module", params=CHOSEN_WORKERS)
 def tight(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
-    worker, page = request.param
-    arguments = ("--page-size", page, *POOL, *BLOCK, "--reasoning-parser", "qwen3")
-    log = logs / f"tight-{worker}-{page}.log"
+    worker = request.param
+    arguments = ("--page-size", PAGES[worker], *POOL, *BLOCK, "--reasoning-parser", "qwen3")
+    log = logs / f"tight-{worker}.log"
     with running(log, *arguments, worker=worker, **CARELESS) as server:
         yield server
 
