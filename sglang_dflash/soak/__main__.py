@@ -29,13 +29,13 @@ class Report:
     """What happened.
 
     Attributes:
-        memory: (seconds, MB) of the server's processes together after each wave.
+        memory: (seconds, MB, MB without pages of files) of the server's processes together after each wave.
         processes: MB of each by name and id, after the first wave and after the last.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    memory: list[tuple[float, float]] = field(default_factory=list)
+    memory: list[tuple[float, float, float]] = field(default_factory=list)
     processes: dict[str, list[float]] = field(default_factory=dict)
     waves: int = 0
     seconds: float = 0
@@ -43,37 +43,43 @@ class Report:
     def note_memory(self, pid: int) -> None:
         """Resident memory of a process and its children, as it is now."""
         process = psutil.Process(pid)
-        now = {
-            f"{one.name()} {one.pid}": one.memory_info().rss / 1e6
-            for one in (process, *process.children(recursive=True))
-        }
-        self.memory.append((self.seconds, sum(now.values())))
-        for name, mb in now.items():
-            self.processes[name] = [self.processes.get(name, [round(mb, 1)])[0], round(mb, 1)]
+        resident = private = 0.0
+        for one in (process, *process.children(recursive=True)):
+            memory = one.memory_info()
+            mb = round(memory.rss / 1e6, 1)
+            resident += mb
+            private += (memory.rss - memory.shared) / 1e6
+            name = f"{one.name()} {one.pid}"
+            self.processes[name] = [self.processes.get(name, [mb])[0], mb]
+        self.memory.append((self.seconds, resident, private))
 
-    def slope(self) -> float | None:
-        """Growth of resident memory in the second half, MB a minute; None if it was not watched."""
-        late = [(t, mb) for t, mb in self.memory if t > self.seconds / 2]
+    def slopes(self) -> list[float] | None:
+        """Growth in the second half, MB a minute: resident, private. None if it was not watched."""
+        late = [sample for sample in self.memory if sample[0] > self.seconds / 2]
         if len(late) < 3:
             return None
-        times, sizes = np.array(late).T
-        return float(np.polyfit(times / 60, sizes, 1)[0])
+        times, *sizes = np.array(late).T
+        return [round(float(np.polyfit(times / 60, mb, 1)[0]), 3) for mb in sizes]
 
-    def by_minute(self) -> list[float]:
-        """MB after the first wave, and after the last wave that ended in each minute."""
-        last = {int(seconds // 60): mb for seconds, mb in self.memory}
-        return [round(mb, 1) for mb in (*(mb for _, mb in self.memory[:1]), *last.values())]
+    def by_minute(self) -> list[tuple[float, float]]:
+        """MB resident and private after the first wave, and after the last that ended in each minute."""
+        last = {int(seconds // 60): sizes for seconds, *sizes in self.memory}
+        first = [sizes for _, *sizes in self.memory[:1]]
+        return [(round(mb, 1), round(own, 1)) for mb, own in (*first, *last.values())]
 
     def as_json(self) -> dict:
+        resident, private = self.slopes() or (None, None)
         return {
             "requests": sum(self.outcomes.values()),
             "outcomes": dict(self.outcomes),
             "wrong": self.wrong,
             "waves": self.waves,
             "seconds": round(self.seconds, 1),
-            "memory_mb_by_minute": self.by_minute(),
-            "memory_mb_by_process": self.processes,
-            "memory_slope_mb_per_minute": self.slope(),
+            "resident_mb_by_process": self.processes,
+            "resident_mb_by_minute": [mb for mb, _ in self.by_minute()],
+            "resident_slope_mb_per_minute": resident,
+            "private_mb_by_minute": [mb for _, mb in self.by_minute()],
+            "private_slope_mb_per_minute": private,
         }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from sglang_dflash.soak.__main__ import Report, mix_for, parse, send, soak
@@ -48,9 +50,24 @@ def test_a_wrong_answer_is_seen(dflash: Server, plain: Server) -> None:
 
 
 def test_slope() -> None:
-    report = Report(seconds=600, memory=[(t, 900 + t / 60) for t in range(0, 600, 20)])
-    assert report.slope() == pytest.approx(1.0)
-    assert report.by_minute() == pytest.approx(
-        [900, *(900 + m + 2 / 3 for m in range(10))], abs=0.1
-    )
-    assert Report(seconds=10).slope() is None and Report().by_minute() == []
+    """Of what is resident, and of what is left of it when pages of files do not count."""
+    memory = [(t, 900 + t / 60, 500 - t / 120) for t in range(0, 600, 20)]
+    report = Report(seconds=600, memory=memory)
+    assert report.slopes() == pytest.approx([1, -0.5])
+    resident, private = zip(*report.by_minute(), strict=True)
+    assert resident == pytest.approx([900, *(900 + m + 2 / 3 for m in range(10))], abs=0.1)
+    assert private == pytest.approx([500, *(500 - m / 2 - 1 / 3 for m in range(10))], abs=0.1)
+    assert report.as_json()["private_slope_mb_per_minute"] == pytest.approx(-0.5)
+    assert Report(seconds=10).slopes() is None and Report().by_minute() == []
+
+
+def test_memory_of_a_process() -> None:
+    """Pages of a file are resident; what a process fills is private, too."""
+    report, pid = Report(), os.getpid()
+    report.note_memory(pid)
+    filled = bytearray(os.urandom(1000)) * 50_000
+    report.note_memory(pid)
+    (_, before, own), (_, after, more) = report.memory
+    assert after - before == pytest.approx(50, abs=5)
+    assert more - own == pytest.approx(50, abs=5)
+    assert 0 < own < before and len(filled) == 50_000_000
