@@ -8,7 +8,7 @@ ARGS  ?=
 # What `make losslessness` compares them on, and its own options.
 PROMPTS ?= checkpoints/tiny/data/openings.jsonl
 COMPARE ?=
-# Processes of `make test`. The second takes up to 10 GB more, for servers of its own.
+# Processes of `make test`, each of which starts servers of its own.
 JOBS ?= 2
 # Options of `make sweep`; they come after those for the bundled pair and win.
 SWEEP ?=

@@ -2,7 +2,7 @@
 
 It compiles two short functions when they are first called, one that scales logits by repetition penalties and
 one that draws with a seed. On a GPU that is a kernel; on a CPU it takes a C++ compiler, ten seconds to a minute
-in which the scheduler serves nobody, and half a million objects that stay, to save what no round notices.
+in which the scheduler serves nobody, and so many objects that stay that full garbage collections become rare.
 """
 
 from __future__ import annotations
