@@ -69,6 +69,7 @@ class Report:
 
     def as_json(self) -> dict:
         resident, private = self.slopes() or (None, None)
+        minutes = self.by_minute()
         return {
             "requests": sum(self.outcomes.values()),
             "outcomes": dict(self.outcomes),
@@ -76,9 +77,9 @@ class Report:
             "waves": self.waves,
             "seconds": round(self.seconds, 1),
             "resident_mb_by_process": self.processes,
-            "resident_mb_by_minute": [mb for mb, _ in self.by_minute()],
+            "resident_mb_by_minute": [mb for mb, _ in minutes],
             "resident_slope_mb_per_minute": resident,
-            "private_mb_by_minute": [mb for _, mb in self.by_minute()],
+            "private_mb_by_minute": [mb for _, mb in minutes],
             "private_slope_mb_per_minute": private,
         }
 

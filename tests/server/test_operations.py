@@ -52,7 +52,7 @@ def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) ->
     check(dflash, plain, prompts[44], max_new_tokens=30)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU server compiles its kernels")
+@pytest.mark.skipif(DEVICE != "cpu", reason="only on a CPU is compilation off")
 def test_nothing_is_compiled(dflash: Server, plain: Server, prompts: list[str]) -> None:
     """The release compiles its repetition penalties when a request first has one."""
     check(dflash, plain, prompts[45], repetition_penalty=1.5, max_new_tokens=30)

@@ -21,6 +21,7 @@ CARELESS = {
     "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0",
     "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
 }
+# Each size once; the larger with overlap, whose reservations end inside a page.
 PAGES = {"v1": "1", "v2": "16"}
 BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
 ANSWER, REQUESTS, RETRACTIONS = 120, 64, 50
