@@ -52,11 +52,11 @@ def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) ->
     check(dflash, plain, prompts[44], max_new_tokens=30)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="only on a CPU is compilation off")
-def test_nothing_is_compiled(dflash: Server, plain: Server, prompts: list[str]) -> None:
+def test_compiled_on_a_gpu_alone(dflash: Server, plain: Server, prompts: list[str]) -> None:
     """The release compiles its repetition penalties when a request first has one."""
     check(dflash, plain, prompts[45], repetition_penalty=1.5, max_new_tokens=30)
-    assert not [*dflash.log.with_suffix(".compiled").rglob("*.so")]
+    compiled = any(path.is_file() for path in dflash.log.with_suffix(".compiled").rglob("*"))
+    assert compiled == (DEVICE != "cpu")
 
 
 @pytest.fixture(scope="module")
