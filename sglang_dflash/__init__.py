@@ -43,9 +43,9 @@ def worker_class(overlap: bool) -> type:
         overlap: whether the scheduler overlaps the host's work with the forward pass.
     """
     if overlap:
-        from sglang_dflash.worker_v2 import DFlashWorkerV2
+        from sglang_dflash.scheduler.worker_v2 import DFlashWorkerV2
 
         return DFlashWorkerV2
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.scheduler.worker import DFlashWorker
 
     return DFlashWorker

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_dflash.checkpoint import check_target, load_config
+from sglang_dflash.checkpoint.formats.config import DraftConfig
+from sglang_dflash.checkpoint.formats.weights import check_weights
+from sglang_dflash.checkpoint.load import check_target, load_config
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.formats.config import DraftConfig
-from sglang_dflash.formats.weights import check_weights
 
 RUNS, REFUSED, MISFIT = 0, 1, 3  # 2 is argparse's
 

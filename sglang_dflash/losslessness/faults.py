@@ -41,7 +41,7 @@ def sharpened(probabilities: torch.Tensor) -> torch.Tensor:
 
 def break_accept() -> None:
     """Commits the first wrong draft of each block as if the target had chosen it."""
-    from sglang_dflash import pair
+    from sglang_dflash.round import pair
 
     right, fused = pair.accept, pair.accept_and_advance
 

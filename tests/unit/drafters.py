@@ -29,13 +29,13 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from torch import nn
 
 from benchmark.shapes import Shape, drafter_config
-from sglang_dflash.checkpoint import load_config
-from sglang_dflash.context_kv import write_context
-from sglang_dflash.draft_model import DFlashDraftModel
-from sglang_dflash.formats.config import DraftConfig
-from sglang_dflash.formats.weights import Shapes, expected_weights
-from sglang_dflash.propose import block_tokens
-from sglang_dflash.spec_input import DFlashVerifyInput
+from sglang_dflash.checkpoint.formats.config import DraftConfig
+from sglang_dflash.checkpoint.formats.weights import Shapes, expected_weights
+from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.drafter.context_kv import write_context
+from sglang_dflash.drafter.model import DFlashDraftModel
+from sglang_dflash.round.propose import block_tokens
+from sglang_dflash.scheduler.spec_input import DFlashVerifyInput
 
 CONTEXT = 320  # positions of a sequence
 TARGET = {

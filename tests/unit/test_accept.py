@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.accept import accept
+from sglang_dflash.round.accept import accept
 
 
 def by_the_words(target: list[int], draft: list[int]) -> list[int]:

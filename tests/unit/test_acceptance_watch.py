@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash.acceptance_watch import STEPS, AcceptanceWatch
+from sglang_dflash.serving.acceptance_watch import STEPS, AcceptanceWatch
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.block_attention import block_attention
+from sglang_dflash.cpu.block_attention import block_attention
 
 HEADS, DIM, SLOTS, COLUMNS = 4, 8, 64, 40
 

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_dflash.accept import accept
-from sglang_dflash.pair import extend_positions
-from sglang_dflash.propose import block_tokens
-from sglang_dflash.round import Round
-from sglang_dflash.state import RequestState
+from sglang_dflash.round.accept import accept
+from sglang_dflash.round.opened import Round
+from sglang_dflash.round.pair import extend_positions
+from sglang_dflash.round.propose import block_tokens
+from sglang_dflash.round.state import RequestState
 
 WIDTH, CONTEXT = 4, 12
 

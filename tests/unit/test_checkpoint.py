@@ -13,11 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_dflash.checkpoint import check_target, load_config, parse_config
+from sglang_dflash.checkpoint.formats.config import DraftConfig, Sight
+from sglang_dflash.checkpoint.formats.weights import (
+    check_weights,
+    draft_token_ids,
+    expected_weights,
+)
+from sglang_dflash.checkpoint.formats.zlab import default_layer_ids
+from sglang_dflash.checkpoint.load import check_target, load_config, parse_config
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.formats.config import DraftConfig, Sight
-from sglang_dflash.formats.weights import check_weights, draft_token_ids, expected_weights
-from sglang_dflash.formats.zlab import default_layer_ids
 from tests.unit.drafters import (
     random_weights,
     reduced_vocabulary,

@@ -6,7 +6,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.commit import commit_round, commit_tokens
+from sglang_dflash.round.commit import commit_round, commit_tokens
 
 EOS = 2
 

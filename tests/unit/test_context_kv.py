@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.context_kv import context_kv, rms_norm_heads, rotate
+from sglang_dflash.drafter.context_kv import context_kv, rms_norm_heads, rotate
 
 LAYERS, HIDDEN, KV_HEADS, DIM, TOKENS, EPS = 3, 24, 2, 8, 7, 1e-6
 

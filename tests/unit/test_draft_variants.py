@@ -12,11 +12,11 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from sglang_dflash.checkpoint import load_config
-from sglang_dflash.context_kv import rotate
-from sglang_dflash.draft_model import fold_taps
-from sglang_dflash.formats.weights import check_weights, expected_weights
-from sglang_dflash.rope import draft_rope
+from sglang_dflash.checkpoint.formats.weights import check_weights, expected_weights
+from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.drafter.context_kv import rotate
+from sglang_dflash.drafter.model import fold_taps
+from sglang_dflash.drafter.rope import draft_rope
 from tests.unit.drafters import (
     TARGET,
     DraftRunner,

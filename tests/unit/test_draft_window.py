@@ -8,9 +8,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from sglang_dflash.draft_window import DraftWindow
-from sglang_dflash.formats.config import Sight
-from sglang_dflash.round import Round
+from sglang_dflash.checkpoint.formats.config import Sight
+from sglang_dflash.round.draft_window import DraftWindow
+from sglang_dflash.round.opened import Round
 
 WIDTH, COLUMNS, REQUESTS = 4, 96, 3
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.eager_cpu import compile_only_when_asked
+from sglang_dflash.cpu.eager import compile_only_when_asked
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.full_disk import LossyStream
+from sglang_dflash.process.full_disk import LossyStream
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-sys.path.insert(0, "sglang_dflash")
+sys.path.insert(0, "sglang_dflash/process")
 from full_disk import outlive_full_disk
 if {lossy}:
     outlive_full_disk()

@@ -9,11 +9,11 @@ import weakref
 
 import psutil
 
-from sglang_dflash.worker import DFlashWorkerBase
+from sglang_dflash.scheduler.worker import DFlashWorkerBase
 
 SCRIPT = """
 import gc, sys
-from sglang_dflash.garbage import exempt_start_up
+from sglang_dflash.process.garbage import exempt_start_up
 
 start_up = [[] for _ in range(1_000_000)]
 gc.collect()

@@ -11,7 +11,7 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from transformers import AutoTokenizer
 
-from sglang_dflash.grammar import is_allowed, vocabulary_mask
+from sglang_dflash.drawing.grammar import is_allowed, vocabulary_mask
 from tests.server.harness import TARGET
 
 PATTERN = "(the|many) [0-9]{1,3}"

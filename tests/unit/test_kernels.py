@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.accept import accept
-from sglang_dflash.context_kv import context_kv
-from sglang_dflash.kernels.accept import accept_and_advance
-from sglang_dflash.kernels.add_norm import add_norm, add_norm_reference
-from sglang_dflash.kernels.argmax import row_max_kernel
-from sglang_dflash.kernels.context_store import context_store
-from sglang_dflash.kernels.open_round import open_round, open_round_reference
-from sglang_dflash.kernels.qk_norm_rope_store import (
+from sglang_dflash.drafter.context_kv import context_kv
+from sglang_dflash.drawing.not_finite import NOT_FINITE
+from sglang_dflash.gpu.kernels.accept import accept_and_advance
+from sglang_dflash.gpu.kernels.add_norm import add_norm, add_norm_reference
+from sglang_dflash.gpu.kernels.argmax import row_max_kernel
+from sglang_dflash.gpu.kernels.context_store import context_store
+from sglang_dflash.gpu.kernels.open_round import open_round, open_round_reference
+from sglang_dflash.gpu.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
-from sglang_dflash.kernels.skinny_matmul import TILINGS, Tiling, launch, product, product_swiglu
-from sglang_dflash.kernels.swiglu import swiglu, swiglu_reference
-from sglang_dflash.not_finite import NOT_FINITE
-from sglang_dflash.state import RequestState
+from sglang_dflash.gpu.kernels.skinny_matmul import TILINGS, Tiling, launch, product, product_swiglu
+from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
+from sglang_dflash.round.accept import accept
+from sglang_dflash.round.state import RequestState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, COLUMNS = 6, 2500

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dflash.accept import accept
 from sglang_dflash.losslessness import __main__ as tool
 from sglang_dflash.losslessness import faulty_server
 from sglang_dflash.losslessness.errors import CannotCompare
@@ -19,6 +18,7 @@ from sglang_dflash.losslessness.prompts import read_prompts, token_ids
 from sglang_dflash.losslessness.report import FAILED, INCONCLUSIVE, PASSED, Report
 from sglang_dflash.losslessness.sampling import Arm, Discovery, Plan, Sampling
 from sglang_dflash.losslessness.servers import split_arguments
+from sglang_dflash.round.accept import accept
 
 TARGET = str(Path(__file__).parents[2] / "checkpoints" / "tiny" / "target")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint import load_config
-from sglang_dflash.memory import draft_memory, model_bytes, pool_bytes, round_buffers
+from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.serving.memory import draft_memory, model_bytes, pool_bytes, round_buffers
 from tests.unit.drafters import CONTEXT, DraftRunner, TargetStub, save_random, zlab_config
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash import metrics
-from sglang_dflash.metrics import METRICS
+from sglang_dflash.serving import metrics
+from sglang_dflash.serving.metrics import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana" / "dflash.json").read_text())
@@ -59,6 +59,6 @@ def test_documentation() -> None:
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
     for reason in (metrics.SAMPLING, metrics.NO_GRAPH, metrics.HISTORY, metrics.SLOTS):
         assert f"| `{reason}` |" in text
-    requests = (DOCS.parent / "sglang_dflash" / "requests.py").read_text()
+    requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()
     refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))
     assert refusals and all(f"| `{reason}` |" in text for reason in refusals)

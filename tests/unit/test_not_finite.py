@@ -8,7 +8,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_dflash.not_finite import NOT_FINITE, PaddingSlots, end_marked, mark, take_out
+from sglang_dflash.drawing.not_finite import NOT_FINITE, PaddingSlots, end_marked, mark, take_out
 
 NAN, INF = float("nan"), float("inf")
 

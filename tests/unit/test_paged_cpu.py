@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, alloc_extend_naive
 
-from sglang_dflash.paged_cpu import alloc_extend
+from sglang_dflash.cpu.paged_slots import alloc_extend
 
 
 def allocator(pages: int, page_size: int, need_sort: bool = False) -> PagedTokenToKVPoolAllocator:

@@ -10,7 +10,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.parameters import (
+from sglang_dflash.serving.parameters import (
     SamplingFields,
     check_embeddings,
     check_indices,

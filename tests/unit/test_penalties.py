@@ -19,7 +19,7 @@ from sglang.srt.sampling.penaltylib import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.penalties import is_penalized, row_penalties
+from sglang_dflash.drawing.penalties import is_penalized, row_penalties
 
 VOCAB, EOS = 12, 3
 TOKENIZER = SimpleNamespace(additional_stop_token_ids={4}, eos_token_id=EOS)

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.requests import check_request
+from sglang_dflash.serving.requests import check_request
 
 
 def check(sampling: dict[str, Any], deterministic: bool = False, **fields: Any) -> None:

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.utils import ceil_align
 
-from sglang_dflash.reserve import reserve, slot_limit, slots_required, waits_for_slots
-from sglang_dflash.spec_input import DFlashDraftInput
+from sglang_dflash.scheduler.reserve import reserve, slot_limit, slots_required, waits_for_slots
+from sglang_dflash.scheduler.spec_input import DFlashDraftInput
 
 WIDTH, CONTEXT, SIZE = 8, 96, 960
 ONE_ROUND, TWO_ROUNDS = DFlashDraftInput(WIDTH), DFlashDraftInput(2 * WIDTH)
@@ -24,7 +24,7 @@ ONE_ROUND, TWO_ROUNDS = DFlashDraftInput(WIDTH), DFlashDraftInput(2 * WIDTH)
 @pytest.fixture(autouse=True)
 def width(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(speculative_num_draft_tokens=WIDTH)
-    monkeypatch.setattr("sglang_dflash.reserve.get_global_server_args", lambda: args)
+    monkeypatch.setattr("sglang_dflash.scheduler.reserve.get_global_server_args", lambda: args)
 
 
 def world(page_size: int) -> SimpleNamespace:

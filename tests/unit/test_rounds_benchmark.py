@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmark import load, provenance, report, servers, shapes, tables, traces
-from sglang_dflash.checkpoint import check_target, load_config
+from sglang_dflash.checkpoint.load import check_target, load_config
 
 CURVE = [0.756, 0.584, 0.440, 0.320, 0.227, 0.153, 0.102, 0.066]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dflash.sampling import _append
+from sglang_dflash.drawing.sampling import _append
 
 
 def part(first: int, rows: int, top: bool) -> LogitsProcessorOutput:

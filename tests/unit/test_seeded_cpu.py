@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.seeded_cpu import murmur_hash32
+from sglang_dflash.cpu.seeded_draws import murmur_hash32
 
 
 def on_bytes(data: bytes) -> int:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.checkpoint import load_config
-from sglang_dflash.formats.weights import check_weights
+from sglang_dflash.checkpoint.formats.weights import check_weights
+from sglang_dflash.checkpoint.load import load_config
 from tests.unit import speculators_writer as writer
 from tests.unit.drafters import DraftRunner, TargetStub
 

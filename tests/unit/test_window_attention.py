@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.formats.config import Sight
-from sglang_dflash.window_attention import visible, window_attention
+from sglang_dflash.checkpoint.formats.config import Sight
+from sglang_dflash.drafter.window_attention import visible, window_attention
 
 SIGHTS = [
     Sight(causal=causal, window=window, from_block=from_block)

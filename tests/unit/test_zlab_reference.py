@@ -11,7 +11,7 @@ import torch
 from dflash import DFlashDraftModel, extract_context_feature
 from torch import nn
 
-from sglang_dflash.checkpoint import load_config
+from sglang_dflash.checkpoint.load import load_config
 from tests.unit.drafters import CONTEXT, DraftRunner, TargetStub, save_random, zlab_config
 
 TOLERANCE = 1e-4

@@ -1,0 +1,4 @@
+"""Draft checkpoints on disk: formats, checks, and a drafter given as the model.
+
+May use `errors` alone.
+"""

@@ -1,0 +1,84 @@
+"""The target's embedding and LM head, as the draft model uses them."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from torch import nn
+
+from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.kernels.argmax import row_max
+
+
+class BorrowedVocabulary:
+    """Embeds token ids and picks the likeliest token, with weights that belong to the target.
+
+    Both modules are split over the vocabulary under tensor parallelism. Each can be given instead.
+    """
+
+    def __init__(
+        self, target: nn.Module, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ):
+        self.embedding = _embedding(target) if embedding is None else embedding
+        head = getattr(target, "lm_head", None) if head is None else head
+        if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
+            raise DFlashError(
+                f"The target {type(target).__name__} has no LM head that a DFlash drafter can share: use a target "
+                "with lm_head.weight."
+            )
+        if not head.weight.is_floating_point() or head.weight.itemsize < 2:
+            raise DFlashError(
+                f"The target's LM head is quantized ({head.weight.dtype}), which a DFlash drafter cannot share: use "
+                "a checkpoint whose LM head is not quantized."
+            )
+        self.head = head
+        shard = head.shard_indices
+        self._rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # the rest is padding
+        self._first_id = shard.org_vocab_start_index
+        self._bias = None if getattr(head, "bias", None) is None else head.bias[: self._rows]
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        # Not kept: a weight update may replace it.
+        return self.head.weight[: self._rows]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n] int64 → [n, hidden]."""
+        return self.embedding(token_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of this rank's part of the vocabulary: [n, hidden] → [n, rows]."""
+        return torch.nn.functional.linear(
+            hidden.to(self.head.weight.dtype), self._weight, self._bias
+        )
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie."""
+        return self.likeliest(hidden)[1]
+
+    def likeliest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest logit of each row, NaN if one is, and its token: [n, hidden] → [n], [n] int64.
+
+        Each rank looks at its part of the vocabulary, and one gather of two numbers a row decides.
+        """
+        value, index = row_max(self.logits(hidden))
+        group = get_tp_group()
+        if group.world_size == 1:
+            return value, index
+        # float64 holds every logit and every token id exactly.
+        mine = torch.stack([value.double(), (index + self._first_id).double()])  # [2, n]
+        values, ids = group.all_gather(mine[None], dim=0).unbind(dim=1)  # [tp, n] each
+        best = values.argmax(dim=0, keepdim=True)
+        token = ids.gather(0, best).squeeze(0).to(torch.int64)
+        return values.gather(0, best).squeeze(0), token
+
+
+def _embedding(target: nn.Module) -> nn.Module:
+    for owner in (getattr(target, "model", None), target):
+        embedding = getattr(owner, "embed_tokens", None)
+        if isinstance(embedding, nn.Module):
+            return embedding
+    raise DFlashError(
+        f"The target {type(target).__name__} has no embed_tokens that a DFlash drafter can share: use a target "
+        "such as Qwen3 or Llama."
+    )

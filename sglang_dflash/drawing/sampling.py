@@ -1,0 +1,231 @@
+"""How a round draws: each row of a block by SGLang's own sampler, with its request's parameters.
+
+What the sampler is given for row i is what plain decoding would give it after the tokens that are
+drafted before row i. If all of those are accepted, the row's draw is plain decoding's; if not, the
+row is not committed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sglang_dflash.drawing.grammar import vocabulary_mask
+from sglang_dflash.drawing.not_finite import NOT_FINITE, take_out
+from sglang_dflash.drawing.penalties import is_penalized, row_penalties
+from sglang_dflash.serving.metrics import HISTORY, metrics
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
+
+    from sglang_dflash.round.opened import Round
+
+
+# Rows whose logits are held at once: 78 MB a tensor with a vocabulary of 152,000.
+ROWS_AT_ONCE = 128
+
+# By row, what a sampler gives only if a request asks for it.
+_LISTS = (
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+    "next_token_token_ids_logprobs_idx",
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the requests of a batch ask of their draws.
+
+    Attributes:
+        info: of the batch, one row a request.
+        reqs: the requests; their `output_ids` are only read for what `needs_history` names.
+    """
+
+    info: SamplingBatchInfo
+    reqs: list[Req]
+    has_grammar: bool
+    return_hidden_states: bool
+    return_logprob: bool
+    top_logprobs_nums: list[int]
+    token_ids_logprobs: list[list[int] | None]
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch | ModelWorkerBatch, detect_nan: bool) -> Sampling | None:
+        """What a decode batch asks, or None if the likeliest token of each row is all.
+
+        Args:
+            detect_nan: whether the sampler looks for NaN, which only happens with logits.
+        """
+        info = batch.sampling_info
+        history = needs_history(batch)
+        hidden_states = any(req.return_hidden_states for req in batch.reqs)
+        asks = history or batch.return_logprob or hidden_states or info.logit_bias is not None
+        if info.is_all_greedy and not asks and not detect_nan:
+            return None
+        bs = len(batch.reqs)
+        return cls(
+            info=info,
+            reqs=list(batch.reqs),
+            has_grammar=batch.has_grammar,
+            return_hidden_states=hidden_states,
+            return_logprob=batch.return_logprob,
+            top_logprobs_nums=batch.top_logprobs_nums or [0] * bs,
+            token_ids_logprobs=batch.token_ids_logprobs or [None] * bs,
+        )
+
+    def draw(
+        self,
+        sampler: Sampler,
+        logits: Callable[[slice], LogitsProcessorOutput],
+        round: Round,
+        drafts: torch.Tensor,
+    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """Draws after every row, some requests at a time.
+
+        Args:
+            logits: gives `next_token_logits` [n, vocabulary] float32 of n rows, to be overwritten.
+            drafts: [bs, width - 1] int64.
+
+        Returns:
+            [bs, width] int64, and the log-probabilities of all rows.
+        """
+        width, bs = round.width, len(self.reqs)
+        step = max(1, ROWS_AT_ONCE // width)
+        parts = [slice(first, min(first + step, bs)) for first in range(0, bs, step)]
+        drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
+        for part in parts:
+            rows = slice(part.start * width, part.stop * width)
+            output, info = logits(rows), self.rows(part, drafts[part], width)
+            not_finite = take_out(output.next_token_logits)
+            info.apply_logits_bias(output.next_token_logits)
+            tokens = sampler(
+                output,
+                info,
+                self.return_logprob,
+                _repeat(self.top_logprobs_nums[part], width),
+                _repeat(self.token_ids_logprobs[part], width),
+                round.positions[rows],
+            )
+            drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
+            if self.return_logprob:
+                _append(whole, output, rows.stop - rows.start)
+        if whole.next_token_logprobs is not None:
+            whole.next_token_logprobs = whole.next_token_logprobs.view(bs, width)
+        return torch.cat(drawn).view(bs, width), whole
+
+    def rows(self, part: slice, drafts: torch.Tensor, width: int) -> SamplingBatchInfo:
+        """Parameters of some requests, a row for each row of their blocks.
+
+        Args:
+            drafts: [requests of the part, width - 1] int64.
+        """
+        info, reqs = self.info, self.reqs[part]
+        additive = scaling = mask = apply_mask = None
+        on_host = drafts.tolist() if self.has_grammar or info.has_custom_logit_processor else []
+        if any(map(is_penalized, reqs)):
+            additive, scaling = row_penalties(reqs, drafts, info.vocab_size)
+        grammars = [req.grammar for req in reqs] if self.has_grammar else None
+        if grammars and any(grammars):
+            mask, apply_mask = vocabulary_mask(grammars, on_host, info.vocab_size, drafts.device)
+
+        def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
+            return None if value is None else value[part].repeat_interleave(width, dim=0)
+
+        names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
+        custom = self._custom(part, on_host, width) if info.has_custom_logit_processor else {}
+        return replace(
+            info,
+            **{name: repeated(getattr(info, name)) for name in names},
+            **custom,
+            grammars=grammars,
+            vocab_mask=mask,
+            apply_mask_func=apply_mask,
+            penalizer_orchestrator=None,
+            acc_additive_penalties=additive,
+            acc_scaling_penalties=scaling,
+        )
+
+    def _custom(self, part: slice, drafts: list[list[int]], width: int) -> dict[str, Any]:
+        """Custom logit processors of some requests, with what each row's would find."""
+        processors = {
+            key: (processor, chosen[part].repeat_interleave(width))
+            for key, (processor, chosen) in self.info.custom_logit_processor.items()
+            if chosen[part].any()
+        }
+        params = [
+            _params_after(param, req, row[:i])
+            for param, req, row in zip(
+                self.info.custom_params[part], self.reqs[part], drafts, strict=True
+            )
+            for i in range(width)
+        ]
+        return {"custom_logit_processor": processors, "custom_params": params}
+
+
+def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int) -> None:
+    """Adds the log-probabilities of some rows to those of the rows before.
+
+    Requests that want no top tokens, or none of their own choice, leave theirs empty: rows of one part
+    must not take the place of another's.
+    """
+    mine, more = whole.next_token_logprobs, part.next_token_logprobs
+    whole.next_token_logprobs = more if mine is None else torch.cat([mine, more])
+    for name in _LISTS:
+        more = getattr(part, name)
+        setattr(whole, name, (getattr(whole, name) or []) + ([[]] * rows if more is None else more))
+
+
+def needs_history(batch: ScheduleBatch | ModelWorkerBatch) -> bool:
+    """Whether a decode batch can only be drawn for when all earlier tokens are on the host.
+
+    The overlapped scheduler then looks at a round's result before it launches the next.
+    """
+    return (
+        batch.has_grammar
+        or batch.sampling_info.has_custom_logit_processor
+        or any(map(is_penalized, batch.reqs))
+    )
+
+
+def waits_for_history(batch: ScheduleBatch) -> bool:
+    """`needs_history` of the batch that the overlapped scheduler is about to launch."""
+    waits = needs_history(batch)
+    if waits:
+        metrics.rounds.fell_back(HISTORY)
+    return waits
+
+
+class _RequestAfter:
+    """A request as a custom logit processor would find it after some more tokens."""
+
+    def __init__(self, req: Req, tokens: list[int]):
+        self._req = req
+        self.output_ids = [*req.output_ids, *tokens]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._req, name)
+
+
+def _params_after(params: dict | None, req: Req, tokens: list[int]) -> dict | None:
+    """Parameters of a custom logit processor for the row after `tokens`.
+
+    A copy for each row: what a processor writes there must not reach rows that are not committed.
+    """
+    if params is None:
+        return None
+    params = copy.copy(params)
+    if "__req__" in params:
+        params["__req__"] = _RequestAfter(req, tokens)
+    return params
+
+
+def _repeat(values: list, width: int) -> list:
+    return [value for value in values for _ in range(width)]

@@ -1,0 +1,69 @@
+"""The attention layer of a block with its small kernels fused, for the draft model and for Qwen3."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import nn
+
+from sglang_dflash.drafter.rope import is_table
+from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.kernels.qk_norm_rope_store import qk_norm_rope_store
+
+
+def can_fuse(attention: nn.Module) -> bool:
+    """Whether an attention layer is what the kernel computes: QK norm, then RoPE over whole heads."""
+    rope = getattr(attention, "rotary_emb", None)
+    if getattr(attention, "q_norm", None) is None or not is_table(rope):
+        return False
+    sight = getattr(attention, "sight", None)  # of a draft layer
+    return (
+        rope.rotary_dim == rope.head_size
+        and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
+        and attention.attn.head_dim == attention.attn.v_head_dim
+        and (sight is None or sight.window is None)
+    )
+
+
+def fused_attention(
+    attention: nn.Module, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch
+) -> torch.Tensor:
+    """[rows, hidden] → [rows, hidden], K/V of the rows written to their slots on the way."""
+    qkv, _ = attention.qkv_proj(x)
+    keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+    q = qk_norm_rope_store(
+        qkv,
+        attention.q_norm.weight,
+        attention.k_norm.weight,
+        attention.q_norm.variance_epsilon,
+        attention.rotary_emb.cos_sin_cache,
+        positions,
+        forward_batch.out_cache_loc,
+        keys,
+        values,
+    )
+    output, _ = attention.o_proj(attention.attn(q, None, None, forward_batch, save_kv_cache=False))
+    return output
+
+
+def fuse_target(model: nn.Module) -> int:
+    """Makes the target's attention layers run fused in captured blocks; how many there are.
+
+    Only a block whose attention is ours takes the other way: prefill and whatever else the release
+    runs stay as they are.
+    """
+    from sglang.srt.models.qwen3 import Qwen3Attention
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ):
+        if isinstance(forward_batch.attn_backend, Fa3BlockAttention):
+            return fused_attention(self, positions, hidden_states, forward_batch)
+        return Qwen3Attention.forward(self, positions, hidden_states, forward_batch)
+
+    layers = [m for m in model.modules() if type(m) is Qwen3Attention and can_fuse(m)]
+    for layer in layers:
+        layer.forward = MethodType(forward, layer)
+    return len(layers)

@@ -1,0 +1,71 @@
+"""Accept, bonus token and request state in one launch; stands for `accept` and `RequestState.advance`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.round.accept import Accepted
+
+if TYPE_CHECKING:
+    from sglang_dflash.round.state import RequestState
+
+
+@triton.jit
+def _accept(
+    target_ptr,
+    draft_ptr,
+    rows_ptr,
+    accepted_ptr,
+    bonus_out_ptr,
+    lengths_ptr,
+    bonus_ptr,
+    padding_row,
+    WIDTH: tl.constexpr,
+    WIDTH_POW2: tl.constexpr,
+):
+    request = tl.program_id(0)
+    i = tl.arange(0, WIDTH_POW2)
+    drafted = i < WIDTH - 1
+    target = tl.load(target_ptr + request * WIDTH + i, mask=drafted, other=-1)
+    draft = tl.load(draft_ptr + request * (WIDTH - 1) + i, mask=drafted, other=-2)
+    # Drafts up to the first mismatch; beyond the drafts, the padding mismatches.
+    accepted = tl.min(tl.where(target == draft, WIDTH_POW2, i), axis=0)
+    bonus = tl.load(target_ptr + request * WIDTH + accepted)
+    tl.store(accepted_ptr + request, (accepted + 1).to(tl.int64))
+    tl.store(bonus_out_ptr + request, bonus)
+    row = tl.load(rows_ptr + request)
+    if row != padding_row:
+        tl.store(bonus_ptr + row, tl.maximum(bonus, 0))
+        tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) + accepted + 1)
+
+
+def accept_and_advance(
+    target_tokens: torch.Tensor, draft_tokens: torch.Tensor, rows: torch.Tensor, state: RequestState
+) -> Accepted:
+    """What a round commits, and the state that it leaves.
+
+    Args:
+        target_tokens: [bs, width] int64, contiguous.
+        draft_tokens: [bs, width - 1] int64, contiguous.
+        rows: [bs] int64; a padding request changes nothing.
+    """
+    batch_size, width = target_tokens.shape
+    lengths, bonus_tokens = torch.empty(2, batch_size, dtype=torch.int64, device=rows.device)
+    _accept[(batch_size,)](
+        target_tokens,
+        draft_tokens,
+        rows,
+        lengths,
+        bonus_tokens,
+        state.lengths,
+        state.bonus_tokens,
+        state.padding_row,
+        WIDTH=width,
+        WIDTH_POW2=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return Accepted(target_tokens, lengths, bonus_tokens)

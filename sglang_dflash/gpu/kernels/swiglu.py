@@ -1,0 +1,47 @@
+"""SwiGLU's activation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.gpu.kernels.launch import starts_early
+
+
+@triton.jit
+def _swiglu(gate_up_ptr, y_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = i < SIZE
+    gate = tl.load(gate_up_ptr + row * 2 * SIZE + i, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * SIZE + i, mask=inside, other=0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + row * SIZE + i, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [n, 2 * size], contiguous → [n, size]."""
+    n, size = len(gate_up), gate_up.shape[1] // 2
+    y = gate_up.new_empty(n, size)
+    tile = min(1024, triton.next_power_of_2(size))
+    early = starts_early(n)
+    _swiglu[(n, triton.cdiv(size, tile))](
+        gate_up,
+        y,
+        SIZE=size,
+        TILE=tile,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=max(1, tile // 256),
+    )
+    return y
+
+
+def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """What `swiglu` returns."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)

@@ -1,0 +1,215 @@
+"""Whole rounds as CUDA graphs: propose, verify, accept and commit in one launch."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
+from sglang_dflash.gpu.fused_attention import fuse_target
+from sglang_dflash.gpu.fused_layers import fuse_target_layers
+from sglang_dflash.gpu.kernels.open_round import open_round
+from sglang_dflash.round.accept import Accepted
+from sglang_dflash.round.block_model import BlockModel
+from sglang_dflash.round.opened import Round
+
+if TYPE_CHECKING:
+    from sglang_dflash.round.draft_window import DraftWindow
+    from sglang_dflash.round.pair import DraftTargetPair
+
+logger = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """What a graph was captured for: a batch bucket, a width, and whether contexts are short."""
+
+    bucket: int
+    width: int
+    short: bool
+
+
+class CapturedModel(BlockModel):
+    """Runs blocks while a graph is captured, with attention that the graph prepares."""
+
+    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention):
+        super().__init__(runner)
+        self.attention = attention
+
+    def prepare(self) -> None:
+        """Before the round's stages, when lengths and page table are filled."""
+        self.attention.prepare()
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        batch.attn_backend = self.attention
+        return self.runner.model.forward(batch.input_ids, batch.positions, batch)
+
+
+class CapturedWindowedModel(CapturedModel):
+    """The draft model behind its window."""
+
+    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention, window: DraftWindow):
+        super().__init__(runner, attention)
+        self.window = window
+
+    def prepare(self) -> None:
+        """What it sees is only known in `run`."""
+
+    def run(self, round: Round, tokens: torch.Tensor, capture: CaptureHiddenMode) -> Any:
+        seen = self.window.look(round)
+        self.window.page(seen, self.attention.cache_lengths, self.attention.page_table)
+        self.attention.prepare()
+        return super().run(seen, tokens, capture)
+
+
+class RoundGraphs:
+    """Graphs by (batch bucket, width, short or long contexts).
+
+    A batch runs in the smallest bucket that holds it, padded with requests whose K/V goes to slot 0.
+    All that a round reads, it reads in the graph, by the requests' rows: state, slots, page table.
+    """
+
+    def __init__(self, pair: DraftTargetPair, sizes: Iterable[int], widths: Iterable[int]):
+        self.pair = pair
+        self.sizes, self.widths = sorted(sizes), sorted(widths)
+        self.page_size = pair.target.runner.page_size
+        device, largest = pair.req_to_token.device, self.sizes[-1]
+        # Their addresses are baked into the graphs.
+        self.rows = torch.full((largest,), pair.state.padding_row, dtype=torch.int64, device=device)
+        self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
+        pages = -(-pair.req_to_token.shape[1] // self.page_size)
+        self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Accepted, list]] = {}
+        model = pair.target.runner.model
+        if whole := fuse_target_layers(model):
+            logger.info("DFLASH fused %d target layers", whole)
+        else:
+            logger.info("DFLASH fused the attention of %d target layers", fuse_target(model))
+        self._capture_all()
+
+    def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:
+        """The graph for a round ([bs] int64 on the host), or None if none was captured for it."""
+        batch_size = len(start_bounds)
+        if batch_size > self.sizes[-1] or width not in self.widths:
+            return None
+        bucket = self.sizes[bisect.bisect_left(self.sizes, batch_size)]
+        short = Key(bucket, width, int(start_bounds.max()) + width <= SHORT_CONTEXT)
+        return short if short in self._graphs else Key(bucket, width, False)
+
+    def replay(self, key: Key, rows: torch.Tensor) -> Accepted:
+        """A round over the requests at `rows` ([bs] int64); its result is overwritten by the next."""
+        batch_size = len(rows)
+        self.rows[:batch_size].copy_(rows)
+        if key.bucket > batch_size:
+            self.rows[batch_size : key.bucket].fill_(self.pair.state.padding_row)
+        graph, accepted, _ = self._graphs[key]
+        graph.replay()
+        return Accepted(
+            accepted.tokens[:batch_size],
+            accepted.lengths[:batch_size],
+            accepted.bonus_tokens[:batch_size],
+        )
+
+    def _keys(self) -> list[Key]:
+        """The largest first, so that the smaller ones reuse its memory."""
+        keys = []
+        for bucket in reversed(self.sizes):
+            for width in reversed(self.widths):
+                keys.append(Key(bucket, width, False))
+                if not self._fills_device(bucket) and SHORT_CONTEXT < self.pair.context_len:
+                    keys.append(Key(bucket, width, True))
+        return keys
+
+    def _fills_device(self, bucket: int) -> bool:
+        """Whether KV heads alone occupy every multiprocessor, so that splitting keys gains nothing."""
+        runner = self.pair.target.runner
+        kv_heads = runner.model_config.get_num_kv_heads(runner.tp_size)
+        return (
+            bucket * kv_heads
+            >= torch.cuda.get_device_properties(self.rows.device).multi_processor_count
+        )
+
+    def _capture_all(self) -> None:
+        begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        pool = torch.cuda.graph_pool_handle()
+        with freeze_gc(False), model_capture_mode(), graph_capture() as context:
+            for key in self._keys():
+                self._graphs[key] = self._capture(key, pool, context.stream)
+        self.rows.fill_(self.pair.state.padding_row)
+        logger.info(
+            "DFLASH captured %d graphs of whole rounds (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
+            len(self._graphs),
+            self.sizes,
+            self.widths,
+            time.perf_counter() - begin,
+            (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
+        )
+
+    def _capture(
+        self, key: Key, pool: Any, stream: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, Accepted, list]:
+        draft, target = self._models(key)
+        for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
+            torch.cuda.synchronize()
+            self._round(key, draft, target)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            accepted = self._round(key, draft, target)
+        return graph, accepted, [draft, target]  # the graph reads tensors that the models hold
+
+    def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
+        # Deterministic inference wants sums over keys in one order, whatever the batch.
+        single = key.short or self._fills_device(key.bucket) or is_batch_invariant_mode_enabled()
+        keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
+        lengths = self.cache_lengths[: key.bucket]
+        page_table = self.page_table[: key.bucket, : -(-keys // self.page_size)]
+
+        def attention(runner: ModelRunner, causal: bool, *inputs: torch.Tensor):
+            splits = 1 if single else 0
+            return Fa3BlockAttention(runner, *inputs, key.width, num_splits=splits, causal=causal)
+
+        draft, target = self.pair.draft.runner, self.pair.target.runner
+        captured = CapturedModel(target, attention(target, True, lengths, page_table))
+        if (window := self.pair.window) is None:
+            return CapturedModel(draft, attention(draft, False, lengths, page_table)), captured
+        lengths = torch.zeros_like(lengths)
+        page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
+        windowed = attention(draft, False, lengths, page_table)
+        return CapturedWindowedModel(draft, windowed, window), captured
+
+    def _round(self, key: Key, draft: CapturedModel, target: CapturedModel) -> Accepted:
+        pair, rows = self.pair, self.rows[: key.bucket]
+        start, tokens, positions, slots = open_round(
+            rows,
+            pair.state.lengths,
+            pair.state.bonus_tokens,
+            pair.req_to_token,
+            self.cache_lengths,
+            self.page_table[:, : target.attention.page_table.shape[1]],
+            width=key.width,
+            page_size=self.page_size,
+            padding_row=pair.state.padding_row,
+            mask_token_id=pair.draft.runner.model.mask_token_id,
+            last_position=pair.context_len - 1,
+        )
+        bounds = torch.full((key.bucket,), pair.context_len, dtype=torch.int64)
+        bonus_tokens = tokens[:: key.width]
+        round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens)
+        draft.prepare()
+        target.prepare()
+        return pair.stages(round, draft, target)[0]
+
+
+def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:
+    """Batch buckets: SGLang's own sizes, as far as the server runs so many requests."""
+    return sorted({min(size, max_requests) for size in capture_sizes} or {max_requests})

@@ -1,0 +1,96 @@
+"""One round over a decode batch, from which every stage takes what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_dflash.round.state import RequestState
+from sglang_dflash.scheduler.spec_input import DFlashVerifyInput
+
+
+@dataclass(frozen=True)
+class Round:
+    """A block of `width` rows for each of `bs` requests.
+
+    Row 0 holds the bonus token at position `start`, the committed length; row i is at start + i.
+
+    Attributes:
+        rows: [bs] int64, the requests' rows in `req_to_token`.
+        width: rows of a block; a property of the round, at most the checkpoint's block size.
+        start: [bs] int64.
+        start_bounds: [bs] int64 on the host, no less than `start`; exact if the host waits for results.
+        bonus_tokens: [bs] int64.
+        positions: [bs * width] int64, clamped to the context: a row beyond it is never committed.
+        slots: [bs * width] int64, KV slot of each row, the same for target and draft model.
+        tokens: [bs * width] int64, what the draft model reads, if it was made with the rest.
+    """
+
+    rows: torch.Tensor
+    width: int
+    start: torch.Tensor
+    start_bounds: torch.Tensor
+    bonus_tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tokens: torch.Tensor | None = None
+
+    @classmethod
+    def open(
+        cls,
+        state: RequestState,
+        rows: torch.Tensor,
+        start_bounds: torch.Tensor,
+        width: int,
+        req_to_token: torch.Tensor,
+        context_len: int,
+    ) -> Round:
+        """A round over slots that `reserve` has written to `req_to_token`.
+
+        Padding requests get slot 0, which SGLang keeps for such writes.
+        """
+        # A round in vain may begin past the longest context; it must stay in its own row of the table.
+        start = state.lengths[rows].clamp(max=req_to_token.shape[1] - width)
+        columns = start[:, None] + torch.arange(width, device=rows.device)  # [bs, width]
+        padding = (rows == state.padding_row)[:, None]
+        slots = req_to_token[torch.where(padding, 0, rows[:, None]), columns].to(torch.int64)
+        return cls(
+            rows=rows,
+            width=width,
+            start=start,
+            start_bounds=start_bounds,
+            bonus_tokens=state.bonus_tokens[rows],
+            positions=columns.clamp(max=context_len - 1).flatten(),
+            slots=torch.where(padding, 0, slots).flatten(),
+        )
+
+    def forward_batch(
+        self, runner: ModelRunner, tokens: torch.Tensor, capture: CaptureHiddenMode
+    ) -> ForwardBatch:
+        """The batch with which `runner` runs `tokens` ([bs * width] int64) as the block."""
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(self.rows),
+            input_ids=tokens,
+            req_pool_indices=self.rows,
+            seq_lens=self.start,
+            seq_lens_cpu=self.start_bounds,
+            seq_lens_sum=int(self.start_bounds.sum()),
+            orig_seq_lens=self.start,
+            out_cache_loc=self.slots,
+            positions=self.positions,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            attn_backend=runner.attn_backend,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=DFlashVerifyInput(self.width, self.positions, capture),
+            capture_hidden_mode=capture,
+            num_token_non_padded_cpu=len(tokens),
+        )

@@ -1,0 +1,136 @@
+"""KV slots for the rounds to come.
+
+A request owns the slots of `[0, kv_allocated_len)`; those of `[0, kv_committed_len)` hold tokens,
+the rest is reserved for the next round and stays with the request from round to round. Whoever
+frees the request frees both (`release_kv_cache` of SGLang).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.common import alloc_token_slots
+from sglang.srt.server_args import get_global_server_args
+from sglang.srt.utils import ceil_align
+
+from sglang_dflash.serving.metrics import SLOTS, metrics
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_dflash.scheduler.spec_input import DFlashDraftInput
+
+
+def slot_limit(req: Req) -> int:
+    """Length beyond which no token of the request ever needs a slot.
+
+    The last token that a request may produce is never run, so it has none. Rows of a block beyond
+    this length are cut: they use slot 0, which SGLang keeps for padding.
+    """
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
+
+
+def _reserved_end(req: Req, lookahead: int, page_size: int) -> int:
+    """Length for which `req` must own slots so that `lookahead` more tokens can be run."""
+    want = min(req.kv_committed_len + lookahead, slot_limit(req))
+    return ceil_align(max(want, req.kv_allocated_len), page_size)
+
+
+def slots_required(reqs: Sequence[Req], page_size: int, spec_info: DFlashDraftInput) -> int:
+    """New slots that the next decode step of `reqs` takes from the allocator, in tokens.
+
+    Args:
+        spec_info: of the batch.
+    """
+    return sum(
+        _reserved_end(req, spec_info.lookahead, page_size)
+        - ceil_align(req.kv_allocated_len, page_size)
+        for req in reqs
+    )
+
+
+def waits_for_slots(scheduler: Scheduler, batch: ScheduleBatch) -> bool:
+    """Whether the overlapped scheduler should see its pending result before it launches a round.
+
+    A round that is launched ahead of the result before it needs slots for both. Where the pool lacks
+    them, its requests get slots for one round once that result is known, and none is retracted that
+    this would have served.
+
+    Args:
+        batch: the next decode batch; its lookahead shrinks if the answer is yes.
+    """
+    if not batch.is_spec_v2 or not scheduler.result_queue:
+        return False
+    living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+    if not living or batch.check_decode_mem(living):
+        return False
+    width = get_global_server_args().speculative_num_draft_tokens
+    batch.spec_info = replace(batch.spec_info, lookahead=width)
+    metrics.rounds.fell_back(SLOTS)
+    return True
+
+
+def reserve(batch: ScheduleBatch, lookahead: int) -> None:
+    """Gives every request of `batch` slots for `lookahead` tokens after its committed ones.
+
+    Writes the new slots to `req_to_token`, and 0 where a request reached its `slot_limit`, so that
+    a block's rows beyond it can never touch a slot that somebody else owns.
+
+    Raises:
+        RuntimeError: the pool is exhausted (SGLang's own error; it retracts before this happens).
+    """
+    table = batch.req_to_token_pool.req_to_token
+    page_size = batch.tree_cache.page_size
+    tail, fresh, cut = _Spans(), _Spans(), _Spans()
+    for req in batch.reqs:
+        owned = ceil_align(req.kv_allocated_len, page_size)
+        end = _reserved_end(req, lookahead, page_size)
+        # Rest of a page that the prompt filled in part: owned already, not yet in the table.
+        tail.add(req.req_pool_idx, req.kv_allocated_len, min(owned, table.shape[1]))
+        fresh.add(req.req_pool_idx, owned, end)
+        cut.add(req.req_pool_idx, end, min(req.kv_committed_len + lookahead, table.shape[1]))
+        req.kv_allocated_len = end
+
+    if tail.total:
+        rows, columns, first = tail.tensors(table.device)
+        table[rows, columns] = table[rows, first - 1] + (columns - first + 1).to(table.dtype)
+    if fresh.total:
+        slots = alloc_token_slots(batch.tree_cache, fresh.total)
+        rows, columns, _ = fresh.tensors(table.device)
+        if page_size > 1:
+            inside = columns < table.shape[1]  # a page may end beyond the longest context
+            rows, columns, slots = rows[inside], columns[inside], slots[inside]
+        table[rows, columns] = slots.to(table.dtype)
+    if cut.total:
+        rows, columns, _ = cut.tensors(table.device)
+        table[rows, columns] = 0
+
+
+class _Spans:
+    """Column ranges of rows of `req_to_token`, as index tensors."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int, int]] = []
+        self.total = 0
+
+    def add(self, row: int, begin: int, end: int) -> None:
+        if end > begin:
+            self.spans.append((row, begin, end))
+            self.total += end - begin
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row, column and first column of its span for each cell, [total] int64 each."""
+        spans = torch.tensor(self.spans, dtype=torch.int64)
+        lengths = spans[:, 2] - spans[:, 1]
+        rows, first = (spans[:, i].repeat_interleave(lengths) for i in (0, 1))
+        offset = torch.arange(self.total) - (torch.cumsum(lengths, 0) - lengths).repeat_interleave(
+            lengths
+        )
+        cells = torch.stack([rows, first + offset, first])
+        if device.type == "cuda":
+            cells = cells.pin_memory()
+        return tuple(cells.to(device, non_blocking=True))

@@ -1,0 +1,174 @@
+"""Server arguments of DFLASH: defaults, derivations, refusals."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang_dflash.checkpoint.formats.config import DraftConfig
+from sglang_dflash.checkpoint.formats.weights import check_weights
+from sglang_dflash.checkpoint.load import check_target, load_config
+from sglang_dflash.errors import DFlashError, end_with_the_sentence
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Field, the values that switch it off, and why DFLASH does not run with it.
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("pp_size", (1,), "a drafter needs hidden states of all stages"),
+    ("enable_dp_attention", (False,), "batches are not synchronised between data-parallel ranks"),
+    ("attn_cp_size", (1,), "a block is not split over ranks"),
+    ("enable_lora", (False, None), "a drafter is trained for the base model"),
+    ("lora_paths", (None, [], {}), "a drafter is trained for the base model"),
+    ("disaggregation_mode", ("null",), "draft KV is not transferred"),
+    ("enable_hierarchical_cache", (False,), "draft KV is not offloaded"),
+    ("enable_mixed_chunk", (False,), "prefill and decode batches are not mixed"),
+    ("enable_two_batch_overlap", (False,), "a round is not split"),
+    ("enable_double_sparsity", (False,), "verification needs full attention"),
+    ("enable_hisparse", (False,), "verification needs full attention"),
+    ("enable_pdmux", (False,), "prefill and decode do not share a step"),
+    ("enable_memory_saver", (False,), "only the target's weights are put back"),
+    ("dllm_algorithm", (None,), "the target must be autoregressive"),
+    ("enable_multi_layer_eagle", (False,), "it belongs to EAGLE"),
+    ("speculative_token_map", (None,), "it belongs to EAGLE"),
+    ("speculative_eagle_topk", (None, 1), "a block is a chain"),
+    ("speculative_accept_threshold_single", (1.0,), "only the target's own choice is accepted"),
+    ("speculative_accept_threshold_acc", (1.0,), "only the target's own choice is accepted"),
+    ("is_embedding", (False, None), "an embedding model generates nothing"),
+)
+
+# Backends that read K/V of context and block by the block's own rows, not causally.
+DRAFT_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
+
+
+def apply_dflash_arguments(args: ServerArgs) -> None:
+    """Checks the arguments and fills in what follows from them; called once they are all parsed.
+
+    Raises:
+        DFlashError: one sentence with the flag, its value and what to do.
+    """
+    end_with_the_sentence()
+    _refuse_unsupported(args)
+    if not args.speculative_draft_model_path:
+        raise DFlashError(
+            "--speculative-algorithm DFLASH needs --speculative-draft-model-path: give the folder of a DFlash "
+            "checkpoint, or its Hugging Face repository id."
+        )
+    config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    _check_against_target(args, config)
+    if "dummy" not in (args.speculative_draft_load_format, args.load_format):
+        check_weights(config)
+    _check_tensor_parallelism(args, config)
+    _check_draft_backend(args)
+    _choose_worker(args)
+
+    args.speculative_num_draft_tokens = block_size(args, config)
+    _check_draft_window(args)
+    args.speculative_eagle_topk = 1
+    args.speculative_num_steps = args.speculative_num_draft_tokens - 1
+    args.disable_piecewise_cuda_graph = True
+
+
+def block_size(args: ServerArgs, config: DraftConfig) -> int:
+    """Rows of a block from the two flags that mean it; what the checkpoint asks for by default."""
+    given = {
+        "--speculative-dflash-block-size": args.speculative_dflash_block_size,
+        "--speculative-num-draft-tokens": args.speculative_num_draft_tokens,
+    }
+    given = {flag: value for flag, value in given.items() if value is not None}
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{flag} {value}" for flag, value in given.items())
+        raise DFlashError(f"{both} mean the same and differ: give one of them.")
+    for flag, value in given.items():
+        if not 2 <= value <= config.block_size:
+            raise DFlashError(
+                f"{flag} {value} is not between 2 and {config.block_size}, the block size that the drafter was "
+                "trained for: choose a value in that range or leave it out."
+            )
+    size = next(iter(given.values()), config.default_width)
+    if args.speculative_num_steps not in (None, size - 1):
+        raise DFlashError(
+            f"--speculative-num-steps {args.speculative_num_steps} does not apply to DFLASH, which drafts a block in "
+            "one step: leave it out, and set the width with --speculative-dflash-block-size."
+        )
+    return size
+
+
+def _check_draft_window(args: ServerArgs) -> None:
+    size, width = args.speculative_dflash_draft_window_size, args.speculative_num_draft_tokens
+    if size is not None and size < width:
+        raise DFlashError(
+            f"--speculative-dflash-draft-window-size {size} is less than the block size {width}: give at least the "
+            "block size, or leave it out to let the drafter see all of the context."
+        )
+
+
+def _refuse_unsupported(args: ServerArgs) -> None:
+    for field, off, why in _UNSUPPORTED:
+        value = getattr(args, field, off[0])
+        if value not in off:
+            raise DFlashError(
+                f"--{field.replace('_', '-')} {value} is not supported with DFLASH ({why}): leave it out."
+            )
+    if not args.quantization and args.speculative_draft_model_quantization:
+        raise DFlashError(
+            f"--speculative-draft-model-quantization {args.speculative_draft_model_quantization} is not supported "
+            "with DFLASH, which runs its drafter unquantized: leave it out."
+        )
+
+
+def _check_against_target(args: ServerArgs, config: DraftConfig) -> None:
+    target = args.get_model_config()
+    if target.is_multimodal:
+        raise DFlashError(
+            f"--model-path {args.model_path} is multimodal, which is not supported with DFLASH: use a text model."
+        )
+    if target.is_hybrid_swa:
+        raise DFlashError(
+            f"--model-path {args.model_path} keeps sliding-window layers in a pool of their own, which is not "
+            "supported with DFLASH: start it with --disable-hybrid-swa-memory."
+        )
+    check_target(config, target.hf_text_config, target.vocab_size)
+
+
+def _check_tensor_parallelism(args: ServerArgs, config: DraftConfig) -> None:
+    tp_size, kv_heads = args.tp_size, config.num_key_value_heads
+    splits = config.num_attention_heads % tp_size == 0 and config.intermediate_size % tp_size == 0
+    if not splits or max(kv_heads, tp_size) % min(kv_heads, tp_size):
+        raise DFlashError(
+            f"--tp-size {tp_size} does not divide the drafter's {config.num_attention_heads} heads, {kv_heads} KV "
+            f"heads and intermediate size {config.intermediate_size}: choose a --tp-size that does."
+        )
+
+
+def _check_draft_backend(args: ServerArgs) -> None:
+    """The drafter uses its own flag, else the backend with which the target decodes."""
+    backend = args.speculative_draft_attention_backend or args.attention_backend
+    if backend not in DRAFT_BACKENDS:
+        flag = (
+            "speculative-draft-attention-backend"
+            if args.speculative_draft_attention_backend
+            else "attention-backend"
+        )
+        raise DFlashError(
+            f"--{flag} {backend} cannot run the drafter, whose attention is not causal: set "
+            f"--speculative-draft-attention-backend to one of {', '.join(DRAFT_BACKENDS)}."
+        )
+
+
+def _choose_worker(args: ServerArgs) -> None:
+    """The overlapped worker is asked for by two environment variables, as in the reference work."""
+    from sglang.srt.environ import envs
+    from sglang.srt.utils import get_bool_env_var
+
+    asked = {
+        "SGLANG_ENABLE_SPEC_V2": envs.SGLANG_ENABLE_SPEC_V2.get(),
+        "SGLANG_ENABLE_DFLASH_SPEC_V2": get_bool_env_var("SGLANG_ENABLE_DFLASH_SPEC_V2"),
+    }
+    if any(asked.values()) and not all(asked.values()):
+        missing = next(name for name, value in asked.items() if not value)
+        logger.warning("DFLASH runs without overlap scheduling, because %s=1 is not set.", missing)
+    if not all(asked.values()):
+        args.disable_overlap_schedule = True
