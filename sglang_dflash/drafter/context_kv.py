@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.drafter.rope import is_table
+from sglang_dflash.clean_slot import without_slotless
 from sglang_dflash.gpu.kernels.context_store import context_store
+from sglang_dflash.gpu.rope_table import is_table
 
 
 def write_context(
@@ -21,7 +22,7 @@ def write_context(
     Args:
         hidden_states: [n, taps * target_hidden], as the target captured them.
         positions: [n] int64.
-        slots: [n] int64, the tokens' KV slots (0: written nowhere that is read).
+        slots: [n] int64, the tokens' KV slots; a token without one (0) is not written.
     """
     model, pool = draft.model, draft.token_to_kv_pool
     attention = model.layers[0].self_attn
@@ -49,7 +50,7 @@ def write_context(
         len(model.layers),
     )
     for layer, k, v in zip(model.layers, keys, values, strict=True):
-        pool.set_kv_buffer(layer.attn, slots, k, v)
+        pool.set_kv_buffer(layer.attn, slots, *without_slotless(slots, k, v))
 
 
 def _can_store(draft: ModelRunner, kv: torch.Tensor) -> bool:

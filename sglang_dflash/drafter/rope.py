@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
-from torch import nn
 
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 
@@ -27,6 +26,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     Only the table differs from the release's class: what reads the table computes every type.
     """
 
+    angles_in_table = True
+
     def __init__(self, config: DraftConfig, positions: int):
         self._frequencies = scaled_frequencies(config)
         inverse, _ = self._frequencies
@@ -45,14 +46,6 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         angles = torch.outer(positions, inverse)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * factor
         return table.to(torch.get_default_device())
-
-
-def is_table(rope: nn.Module | None) -> bool:
-    """Whether all that a rotary embedding does is in its `cos_sin_cache`, halves of a head paired.
-
-    Other classes of the release scale or arrange the angles in ways that are not.
-    """
-    return type(rope) in (RotaryEmbedding, ScaledRotaryEmbedding) and rope.is_neox_style
 
 
 def scaled_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:

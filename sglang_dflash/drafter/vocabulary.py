@@ -17,9 +17,18 @@ class BorrowedVocabulary:
     """
 
     def __init__(
-        self, target: nn.Module, embedding: nn.Module | None = None, head: nn.Module | None = None
+        self,
+        target: nn.Module,
+        embedding: nn.Module | None = None,
+        head: nn.Module | None = None,
+        fp32: bool = False,
     ):
-        self.embedding = _embedding(target) if embedding is None else embedding
+        """
+        Args:
+            fp32: whether logits are float32 products, as plain decoding's are with --enable-fp32-lm-head.
+        """
+        self._fp32 = fp32
+        self.embedding = embedding_of(target) if embedding is None else embedding
         head = getattr(target, "lm_head", None) if head is None else head
         if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
             raise DFlashError(
@@ -48,9 +57,10 @@ class BorrowedVocabulary:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of this rank's part of the vocabulary: [n, hidden] → [n, rows]."""
-        return torch.nn.functional.linear(
-            hidden.to(self.head.weight.dtype), self._weight, self._bias
-        )
+        weight, bias = self._weight, self._bias
+        if self._fp32:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie."""
@@ -73,7 +83,12 @@ class BorrowedVocabulary:
         return values.gather(0, best).squeeze(0), token
 
 
-def _embedding(target: nn.Module) -> nn.Module:
+def embedding_of(target: nn.Module) -> nn.Module:
+    """The module that embeds a target's tokens.
+
+    Raises:
+        DFlashError: there is none where models have it.
+    """
     for owner in (getattr(target, "model", None), target):
         embedding = getattr(owner, "embed_tokens", None)
         if isinstance(embedding, nn.Module):

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def is_penalized(req: Req) -> bool:
-    """Whether a request has a penalty or a minimum of new tokens."""
+    """Whether a request has a penalty, or a minimum of new tokens that it has not reached."""
     params = req.sampling_params
     return (
         params.frequency_penalty != 0
         or params.presence_penalty != 0
         or params.repetition_penalty != 1
-        or params.min_new_tokens > 0
+        or params.min_new_tokens > len(req.output_ids)
     )
 
 

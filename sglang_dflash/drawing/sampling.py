@@ -8,7 +8,7 @@ row is not committed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang_dflash.drawing.grammar import vocabulary_mask
 from sglang_dflash.drawing.not_finite import NOT_FINITE, take_out
 from sglang_dflash.drawing.penalties import is_penalized, row_penalties
-from sglang_dflash.serving.metrics import HISTORY, metrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
-
-    from sglang_dflash.round.opened import Round
-
 
 # Rows whose logits are held at once: 78 MB a tensor with a vocabulary of 152,000.
 ROWS_AT_ONCE = 128
@@ -64,19 +60,26 @@ class Sampling:
         Args:
             detect_nan: whether the sampler looks for NaN, which only happens with logits.
         """
-        info = batch.sampling_info
-        history = needs_history(batch)
-        hidden_states = any(req.return_hidden_states for req in batch.reqs)
-        asks = history or batch.return_logprob or hidden_states or info.logit_bias is not None
-        if info.is_all_greedy and not asks and not detect_nan:
+        reqs = batch.reqs
+        hidden_states = any(req.return_hidden_states for req in reqs)
+        logprobs = any(req.return_logprob for req in reqs)
+        greedy, biased = all(map(is_greedy, reqs)), any(r.sampling_params.logit_bias for r in reqs)
+        asks = needs_history(reqs) or logprobs or hidden_states or biased or detect_nan
+        if greedy and not asks:
             return None
-        bs = len(batch.reqs)
+        # The release's own notes of a batch are inherited by what is left of it.
+        info = replace(
+            batch.sampling_info,
+            is_all_greedy=greedy,
+            logit_bias=batch.sampling_info.logit_bias if biased else None,
+        )
+        bs = len(reqs)
         return cls(
             info=info,
-            reqs=list(batch.reqs),
-            has_grammar=batch.has_grammar,
+            reqs=list(reqs),
+            has_grammar=any(req.grammar is not None for req in reqs),
             return_hidden_states=hidden_states,
-            return_logprob=batch.return_logprob,
+            return_logprob=logprobs,
             top_logprobs_nums=batch.top_logprobs_nums or [0] * bs,
             token_ids_logprobs=batch.token_ids_logprobs or [None] * bs,
         )
@@ -85,19 +88,21 @@ class Sampling:
         self,
         sampler: Sampler,
         logits: Callable[[slice], LogitsProcessorOutput],
-        round: Round,
+        positions: torch.Tensor,
+        width: int,
         drafts: torch.Tensor,
     ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """Draws after every row, some requests at a time.
 
         Args:
             logits: gives `next_token_logits` [n, vocabulary] float32 of n rows, to be overwritten.
+            positions: [bs * width] int64.
             drafts: [bs, width - 1] int64.
 
         Returns:
             [bs, width] int64, and the log-probabilities of all rows.
         """
-        width, bs = round.width, len(self.reqs)
+        bs = len(self.reqs)
         step = max(1, ROWS_AT_ONCE // width)
         parts = [slice(first, min(first + step, bs)) for first in range(0, bs, step)]
         drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
@@ -112,7 +117,7 @@ class Sampling:
                 self.return_logprob,
                 _repeat(self.top_logprobs_nums[part], width),
                 _repeat(self.token_ids_logprobs[part], width),
-                round.positions[rows],
+                positions[rows],
             )
             drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
             if self.return_logprob:
@@ -183,24 +188,19 @@ def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int
         setattr(whole, name, (getattr(whole, name) or []) + ([[]] * rows if more is None else more))
 
 
-def needs_history(batch: ScheduleBatch | ModelWorkerBatch) -> bool:
-    """Whether a decode batch can only be drawn for when all earlier tokens are on the host.
+def is_greedy(req: Req) -> bool:
+    """Whether a request takes the likeliest token; what the release makes of temperature 0."""
+    return req.sampling_params.top_k <= 1
+
+
+def needs_history(reqs: Iterable[Req]) -> bool:
+    """Whether requests can only be drawn for when all their earlier tokens are on the host.
 
     The overlapped scheduler then looks at a round's result before it launches the next.
     """
-    return (
-        batch.has_grammar
-        or batch.sampling_info.has_custom_logit_processor
-        or any(map(is_penalized, batch.reqs))
+    return any(
+        req.grammar is not None or req.custom_logit_processor or is_penalized(req) for req in reqs
     )
-
-
-def waits_for_history(batch: ScheduleBatch) -> bool:
-    """`needs_history` of the batch that the overlapped scheduler is about to launch."""
-    waits = needs_history(batch)
-    if waits:
-        metrics.rounds.fell_back(HISTORY)
-    return waits
 
 
 class _RequestAfter:

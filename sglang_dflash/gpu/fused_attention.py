@@ -1,16 +1,13 @@
-"""The attention layer of a block with its small kernels fused, for the draft model and for Qwen3."""
+"""The attention layer of a block with its small kernels fused, for the draft model and for targets."""
 
 from __future__ import annotations
-
-from types import MethodType
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from sglang_dflash.drafter.rope import is_table
-from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.kernels.qk_norm_rope_store import qk_norm_rope_store
+from sglang_dflash.gpu.rope_table import is_table
 
 
 def can_fuse(attention: nn.Module) -> bool:
@@ -46,24 +43,3 @@ def fused_attention(
     )
     output, _ = attention.o_proj(attention.attn(q, None, None, forward_batch, save_kv_cache=False))
     return output
-
-
-def fuse_target(model: nn.Module) -> int:
-    """Makes the target's attention layers run fused in captured blocks; how many there are.
-
-    Only a block whose attention is ours takes the other way: prefill and whatever else the release
-    runs stay as they are.
-    """
-    from sglang.srt.models.qwen3 import Qwen3Attention
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
-    ):
-        if isinstance(forward_batch.attn_backend, Fa3BlockAttention):
-            return fused_attention(self, positions, hidden_states, forward_batch)
-        return Qwen3Attention.forward(self, positions, hidden_states, forward_batch)
-
-    layers = [m for m in model.modules() if type(m) is Qwen3Attention and can_fuse(m)]
-    for layer in layers:
-        layer.forward = MethodType(forward, layer)
-    return len(layers)

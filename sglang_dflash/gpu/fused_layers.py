@@ -1,4 +1,4 @@
-"""The layers of a captured block in few launches, for Qwen3 targets and for the draft model.
+"""The layers of a captured block in few launches, for targets and for the draft model.
 
 Only on one GPU: under tensor parallelism products are summed over the ranks, and
 `fused_attention.py` fuses what it can.
@@ -7,7 +7,6 @@ Only on one GPU: under tensor parallelism products are summed over the ranks, an
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from types import MethodType
 
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
@@ -16,7 +15,6 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse
 from sglang_dflash.gpu.kernels.add_norm import add_norm
 from sglang_dflash.gpu.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -114,33 +112,3 @@ def _attend(
     )
     attended = attention.attn(q, None, None, forward_batch, save_kv_cache=False)
     return product(attended, attention.o_proj.weight)
-
-
-def fuse_target_layers(model: nn.Module) -> int:
-    """Makes a Qwen3 target run its layers fused in captured blocks; how many there are.
-
-    Only a block whose attention is ours takes the other way: prefill and whatever else the release
-    runs stay as they are.
-    """
-    from sglang.srt.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
-
-    body = getattr(model, "model", None)
-    whole = type(body) is Qwen3Model and body.pp_group.world_size == 1
-    if not whole or not all(type(layer) is Qwen3DecoderLayer for layer in body.layers):
-        return 0
-    if not can_fuse_layers(body.layers):
-        return 0
-
-    def forward(self, input_ids, positions, forward_batch, *arguments, **keywords):
-        if not isinstance(forward_batch.attn_backend, Fa3BlockAttention):
-            return Qwen3Model.forward(
-                self, input_ids, positions, forward_batch, *arguments, **keywords
-            )
-        x = self.embed_tokens(input_ids)
-        x, tapped = run_layers(
-            self.layers, self.norm, x, positions, forward_batch, self.layers_to_capture
-        )
-        return (x, tapped) if tapped else x
-
-    body.forward = MethodType(forward, body)
-    return len(body.layers)

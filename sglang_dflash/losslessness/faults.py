@@ -41,9 +41,9 @@ def sharpened(probabilities: torch.Tensor) -> torch.Tensor:
 
 def break_accept() -> None:
     """Commits the first wrong draft of each block as if the target had chosen it."""
-    from sglang_dflash.round import pair
+    from sglang_dflash.round import accept as stage
 
-    right, fused = pair.accept, pair.accept_and_advance
+    right, fused = stage.accept, stage.accept_and_advance
 
     def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor, *rest: Any) -> Any:
         return right(lenient(target_tokens, draft_tokens), draft_tokens, *rest)
@@ -51,7 +51,7 @@ def break_accept() -> None:
     def accept_and_advance(target_tokens: torch.Tensor, draft_tokens: torch.Tensor, *rest) -> Any:
         return fused(lenient(target_tokens, draft_tokens), draft_tokens, *rest)
 
-    pair.accept, pair.accept_and_advance = accept, accept_and_advance
+    stage.accept, stage.accept_and_advance = accept, accept_and_advance
 
 
 def bias_sampler() -> None:

@@ -1,10 +1,13 @@
-"""Stage 3: the target's choices against the drafted tokens. Pure: touches nothing."""
+"""Stage 3: the target's choices against the drafted tokens. `accept` is pure: it touches nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from sglang_dflash.gpu.kernels.accept import accept_and_advance
+from sglang_dflash.round.state import RequestState
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,17 @@ def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> Accepted:
     lengths = matches.cumprod(dim=1).sum(dim=1) + 1
     bonus_tokens = target_tokens.gather(1, (lengths - 1)[:, None]).squeeze(1)
     return Accepted(target_tokens, lengths, bonus_tokens)
+
+
+def accept_round(
+    target_tokens: torch.Tensor, draft_tokens: torch.Tensor, rows: torch.Tensor, state: RequestState
+) -> Accepted:
+    """`accept`, and the state of the requests at `rows` ([bs] int64) moved on; on a GPU in one launch."""
+    if rows.is_cuda:
+        lengths, bonus_tokens = accept_and_advance(
+            target_tokens, draft_tokens, rows, state.lengths, state.bonus_tokens, state.padding_row
+        )
+        return Accepted(target_tokens, lengths, bonus_tokens)
+    accepted = accept(target_tokens, draft_tokens)
+    state.advance(rows, accepted.lengths, accepted.bonus_tokens)
+    return accepted

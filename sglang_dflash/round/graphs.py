@@ -6,7 +6,7 @@ import bisect
 import logging
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
@@ -16,16 +16,14 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
-from sglang_dflash.gpu.fused_attention import fuse_target
-from sglang_dflash.gpu.fused_layers import fuse_target_layers
 from sglang_dflash.gpu.kernels.open_round import open_round
+from sglang_dflash.gpu.qwen3 import Body, fuse_attention, fused_body
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.block_model import BlockModel
+from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.opened import Round
-
-if TYPE_CHECKING:
-    from sglang_dflash.round.draft_window import DraftWindow
-    from sglang_dflash.round.pair import DraftTargetPair
+from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.stages import run_stages
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +52,21 @@ class CapturedModel(BlockModel):
         return self.runner.model.forward(batch.input_ids, batch.positions, batch)
 
 
+class CapturedTarget(CapturedModel):
+    """The target, its layers fused where they can be."""
+
+    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention, body: Body | None):
+        super().__init__(runner, attention)
+        self.body = body
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        if self.body is None:
+            return super().forward(batch)
+        batch.attn_backend, model = self.attention, self.runner.model
+        x, taps = self.body(batch.input_ids, batch.positions, batch)
+        return model.logits_processor(batch.input_ids, x, model.lm_head, batch, taps)
+
+
 class CapturedWindowedModel(CapturedModel):
     """The draft model behind its window."""
 
@@ -78,22 +91,25 @@ class RoundGraphs:
     All that a round reads, it reads in the graph, by the requests' rows: state, slots, page table.
     """
 
-    def __init__(self, pair: DraftTargetPair, sizes: Iterable[int], widths: Iterable[int]):
-        self.pair = pair
+    def __init__(self, parts: Parts, sizes: Iterable[int], widths: Iterable[int]):
+        self.parts = parts
         self.sizes, self.widths = sorted(sizes), sorted(widths)
-        self.page_size = pair.target.runner.page_size
-        device, largest = pair.req_to_token.device, self.sizes[-1]
+        self.page_size = parts.target.runner.page_size
+        device, largest = parts.req_to_token.device, self.sizes[-1]
         # Their addresses are baked into the graphs.
-        self.rows = torch.full((largest,), pair.state.padding_row, dtype=torch.int64, device=device)
+        self.rows = torch.full(
+            (largest,), parts.state.padding_row, dtype=torch.int64, device=device
+        )
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
-        pages = -(-pair.req_to_token.shape[1] // self.page_size)
+        pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Accepted, list]] = {}
-        model = pair.target.runner.model
-        if whole := fuse_target_layers(model):
-            logger.info("DFLASH fused %d target layers", whole)
+        model = parts.target.runner.model
+        self.body = fused_body(model)
+        if self.body is None:
+            logger.info("DFLASH fused the attention of %d target layers", fuse_attention(model))
         else:
-            logger.info("DFLASH fused the attention of %d target layers", fuse_target(model))
+            logger.info("DFLASH fused the target's layers")
         self._capture_all()
 
     def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:
@@ -110,7 +126,7 @@ class RoundGraphs:
         batch_size = len(rows)
         self.rows[:batch_size].copy_(rows)
         if key.bucket > batch_size:
-            self.rows[batch_size : key.bucket].fill_(self.pair.state.padding_row)
+            self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
         graph, accepted, _ = self._graphs[key]
         graph.replay()
         return Accepted(
@@ -125,13 +141,13 @@ class RoundGraphs:
         for bucket in reversed(self.sizes):
             for width in reversed(self.widths):
                 keys.append(Key(bucket, width, False))
-                if not self._fills_device(bucket) and SHORT_CONTEXT < self.pair.context_len:
+                if not self._fills_device(bucket) and SHORT_CONTEXT < self.parts.context_len:
                     keys.append(Key(bucket, width, True))
         return keys
 
     def _fills_device(self, bucket: int) -> bool:
         """Whether KV heads alone occupy every multiprocessor, so that splitting keys gains nothing."""
-        runner = self.pair.target.runner
+        runner = self.parts.target.runner
         kv_heads = runner.model_config.get_num_kv_heads(runner.tp_size)
         return (
             bucket * kv_heads
@@ -144,7 +160,7 @@ class RoundGraphs:
         with freeze_gc(False), model_capture_mode(), graph_capture() as context:
             for key in self._keys():
                 self._graphs[key] = self._capture(key, pool, context.stream)
-        self.rows.fill_(self.pair.state.padding_row)
+        self.rows.fill_(self.parts.state.padding_row)
         logger.info(
             "DFLASH captured %d graphs of whole rounds (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
             len(self._graphs),
@@ -178,9 +194,10 @@ class RoundGraphs:
             splits = 1 if single else 0
             return Fa3BlockAttention(runner, *inputs, key.width, num_splits=splits, causal=causal)
 
-        draft, target = self.pair.draft.runner, self.pair.target.runner
-        captured = CapturedModel(target, attention(target, True, lengths, page_table))
-        if (window := self.pair.window) is None:
+        draft, target = self.parts.draft.runner, self.parts.target.runner
+        causal = attention(target, True, lengths, page_table)
+        captured = CapturedTarget(target, causal, self.body)
+        if (window := self.parts.window) is None:
             return CapturedModel(draft, attention(draft, False, lengths, page_table)), captured
         lengths = torch.zeros_like(lengths)
         page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
@@ -188,26 +205,26 @@ class RoundGraphs:
         return CapturedWindowedModel(draft, windowed, window), captured
 
     def _round(self, key: Key, draft: CapturedModel, target: CapturedModel) -> Accepted:
-        pair, rows = self.pair, self.rows[: key.bucket]
+        parts, rows = self.parts, self.rows[: key.bucket]
         start, tokens, positions, slots = open_round(
             rows,
-            pair.state.lengths,
-            pair.state.bonus_tokens,
-            pair.req_to_token,
+            parts.state.lengths,
+            parts.state.bonus_tokens,
+            parts.req_to_token,
             self.cache_lengths,
             self.page_table[:, : target.attention.page_table.shape[1]],
             width=key.width,
             page_size=self.page_size,
-            padding_row=pair.state.padding_row,
-            mask_token_id=pair.draft.runner.model.mask_token_id,
-            last_position=pair.context_len - 1,
+            padding_row=parts.state.padding_row,
+            mask_token_id=parts.draft.runner.model.mask_token_id,
+            last_position=parts.context_len - 1,
         )
-        bounds = torch.full((key.bucket,), pair.context_len, dtype=torch.int64)
+        bounds = torch.full((key.bucket,), parts.context_len, dtype=torch.int64)
         bonus_tokens = tokens[:: key.width]
-        round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens)
+        round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens=tokens)
         draft.prepare()
         target.prepare()
-        return pair.stages(round, draft, target)[0]
+        return run_stages(parts, round, draft, target)[0]
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

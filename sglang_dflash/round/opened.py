@@ -1,4 +1,4 @@
-"""One round over a decode batch, from which every stage takes what it needs."""
+"""A round that is opened: what every stage takes what it needs from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.round.state import RequestState
-from sglang_dflash.scheduler.spec_input import DFlashVerifyInput
+from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Round:
         start_bounds: [bs] int64 on the host, no less than `start`; exact if the host waits for results.
         bonus_tokens: [bs] int64.
         positions: [bs * width] int64, clamped to the context: a row beyond it is never committed.
-        slots: [bs * width] int64, KV slot of each row, the same for target and draft model.
+        slots: [bs * width] int64, KV slot of each row, the same for target and draft model; 0 for a
+            row that has none.
+        cut: whether a row may have no slot.
         tokens: [bs * width] int64, what the draft model reads, if it was made with the rest.
     """
 
@@ -40,6 +43,7 @@ class Round:
     bonus_tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    cut: bool = True
     tokens: torch.Tensor | None = None
 
     @classmethod
@@ -51,6 +55,7 @@ class Round:
         width: int,
         req_to_token: torch.Tensor,
         context_len: int,
+        cut: bool = True,
     ) -> Round:
         """A round over slots that `reserve` has written to `req_to_token`.
 
@@ -69,12 +74,14 @@ class Round:
             bonus_tokens=state.bonus_tokens[rows],
             positions=columns.clamp(max=context_len - 1).flatten(),
             slots=torch.where(padding, 0, slots).flatten(),
+            cut=cut,
         )
 
     def forward_batch(
         self, runner: ModelRunner, tokens: torch.Tensor, capture: CaptureHiddenMode
     ) -> ForwardBatch:
         """The batch with which `runner` runs `tokens` ([bs * width] int64) as the block."""
+        pool = runner.token_to_kv_pool
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.rows),
@@ -87,7 +94,7 @@ class Round:
             out_cache_loc=self.slots,
             positions=self.positions,
             req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool=runner.token_to_kv_pool,
+            token_to_kv_pool=CleanPool(pool, self.slots) if self.cut else pool,
             attn_backend=runner.attn_backend,
             spec_algorithm=runner.spec_algorithm,
             spec_info=DFlashVerifyInput(self.width, self.positions, capture),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.round.accept import Accepted
-
 
 class RequestState:
     """Bonus token and committed length of every request, by its row in `req_to_token`.
@@ -30,9 +28,11 @@ class RequestState:
         self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)
         self.lengths[rows] = lengths
 
-    def advance(self, rows: torch.Tensor, accepted: Accepted) -> None:
-        """After a round over `rows` ([bs] int64)."""
-        self.bonus_tokens[rows] = accepted.bonus_tokens.clamp(min=0)
+    def advance(
+        self, rows: torch.Tensor, accept_lengths: torch.Tensor, bonus_tokens: torch.Tensor
+    ) -> None:
+        """After a round over `rows`: [bs] int64 each."""
+        self.bonus_tokens[rows] = bonus_tokens.clamp(min=0)
         self.lengths[rows] = torch.where(
-            rows < self.padding_row, self.lengths[rows] + accepted.lengths, 0
+            rows < self.padding_row, self.lengths[rows] + accept_lengths, 0
         )

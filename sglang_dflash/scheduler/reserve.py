@@ -8,21 +8,14 @@ frees the request frees both (`release_kv_cache` of SGLang).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.common import alloc_token_slots
-from sglang.srt.server_args import get_global_server_args
 from sglang.srt.utils import ceil_align
-
-from sglang_dflash.serving.metrics import SLOTS, metrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
-
-    from sglang_dflash.scheduler.spec_input import DFlashDraftInput
 
 
 def slot_limit(req: Req) -> int:
@@ -40,38 +33,16 @@ def _reserved_end(req: Req, lookahead: int, page_size: int) -> int:
     return ceil_align(max(want, req.kv_allocated_len), page_size)
 
 
-def slots_required(reqs: Sequence[Req], page_size: int, spec_info: DFlashDraftInput) -> int:
+def slots_required(reqs: Sequence[Req], page_size: int, lookahead: int) -> int:
     """New slots that the next decode step of `reqs` takes from the allocator, in tokens.
 
     Args:
-        spec_info: of the batch.
+        lookahead: tokens that the step may run after the committed ones.
     """
     return sum(
-        _reserved_end(req, spec_info.lookahead, page_size)
-        - ceil_align(req.kv_allocated_len, page_size)
+        _reserved_end(req, lookahead, page_size) - ceil_align(req.kv_allocated_len, page_size)
         for req in reqs
     )
-
-
-def waits_for_slots(scheduler: Scheduler, batch: ScheduleBatch) -> bool:
-    """Whether the overlapped scheduler should see its pending result before it launches a round.
-
-    A round that is launched ahead of the result before it needs slots for both. Where the pool lacks
-    them, its requests get slots for one round once that result is known, and none is retracted that
-    this would have served.
-
-    Args:
-        batch: the next decode batch; its lookahead shrinks if the answer is yes.
-    """
-    if not batch.is_spec_v2 or not scheduler.result_queue:
-        return False
-    living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
-    if not living or batch.check_decode_mem(living):
-        return False
-    width = get_global_server_args().speculative_num_draft_tokens
-    batch.spec_info = replace(batch.spec_info, lookahead=width)
-    metrics.rounds.fell_back(SLOTS)
-    return True
 
 
 def reserve(batch: ScheduleBatch, lookahead: int) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.distributed import get_tp_group
 
 from sglang_dflash.round.accept import Accepted
-
-if TYPE_CHECKING:
-    from sglang_dflash.round.pair import DraftTargetPair
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +16,10 @@ logger = logging.getLogger(__name__)
 WATCH = "SGLANG_DFLASH_WATCH"
 
 
-def watch_rounds(pair: DraftTargetPair) -> None:
-    """Watches the rounds of a pair, if the environment asks for it."""
+def watch_of(device: torch.device) -> RoundWatch | None:
+    """A watch, if the environment asks for one."""
     every = int(os.environ.get(WATCH, "0"))
-    if every:
-        RoundWatch(pair, every)
+    return RoundWatch(every, device) if every else None
 
 
 class RoundWatch:
@@ -34,17 +29,9 @@ class RoundWatch:
     makes the host wait.
     """
 
-    def __init__(self, pair: DraftTargetPair, every: int):
+    def __init__(self, every: int, device: torch.device):
         self.every, self.rounds = every, 0
-        self.disagreements = torch.zeros((), dtype=torch.int64, device=pair.req_to_token.device)
-        round_ = pair.round
-
-        def watched(*arguments) -> tuple:
-            result = round_(*arguments)
-            self.note(result[0])
-            return result
-
-        pair.round = watched
+        self.disagreements = torch.zeros((), dtype=torch.int64, device=device)
 
     def note(self, accepted: Accepted) -> None:
         group = get_tp_group()

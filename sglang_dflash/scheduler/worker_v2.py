@@ -7,22 +7,29 @@ What the host needs it knows as upper bounds; what it does not know stays on the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dflash.round.commit import commit_round
-from sglang_dflash.scheduler.spec_input import DFlashDraftInput
-from sglang_dflash.scheduler.worker import DFlashWorkerBase
+from sglang_dflash.drawing.sampling import needs_history
+from sglang_dflash.scheduler.base import DFlashWorkerBase
+from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
 
+# Why an overlapped round waited for the result of the one before.
+HISTORY, SLOTS = "history", "slots"
+
 
 class DFlashWorkerV2(DFlashWorkerBase):
-    """Runs target and draft model for a scheduler that overlaps."""
+    """Runs target and draft model for a scheduler that overlaps.
+
+    A round is four calls of the scheduler, in this order: must_wait → reserve (`DFlashDraftInput`) →
+    round (`forward_batch_generation`) → commit (`resolve`), the last one when the next is launched.
+    """
 
     @property
     def draft_worker(self) -> DFlashWorkerV2:
@@ -33,33 +40,50 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def draft_runner(self):
         return self.model_runner
 
+    def must_wait(self, batch: ScheduleBatch) -> bool:
+        """Whether the pending result must be seen before the next round is reserved and launched.
+
+        So it is where draws need all earlier tokens. And where the pool lacks slots for two rounds: its
+        requests get slots for one round once that result is known, and none is retracted that this
+        would have served.
+
+        Args:
+            batch: the next decode batch; its lookahead shrinks if the answer is yes.
+        """
+        living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+        if needs_history(batch.reqs[i] for i in living):
+            reason = HISTORY
+        elif living and not batch.check_decode_mem(living):
+            reason = SLOTS
+        else:
+            return False
+        batch.spec_info = replace(batch.spec_info, lookahead=self.width)
+        self.metrics.fell_back(reason)
+        return True
+
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Launches a prefill, or one round over a decode batch; waits for neither."""
         next_input = DFlashDraftInput(lookahead=2 * self.width, new_seq_lens=batch.seq_lens)
         if batch.forward_mode.is_extend():
-            result = self.pair.prefill(batch)
+            result = self.prefill(batch)
             result.next_draft_input = next_input
             return result
 
         # The round before this one may still be running: it commits at most a block more.
-        bounds = torch.tensor([req.kv_committed_len + self.width for req in batch.reqs])
-        accepted, output = self.pair.round(
-            batch.req_pool_indices, bounds, self.next_width(), self.sampling(batch)
-        )
+        result = self.run_round(batch, ahead=self.width)
         return GenerationBatchResult(
-            logits_output=output or LogitsProcessorOutput(next_token_logits=None),
-            next_token_ids=accepted.tokens.flatten(),
-            accept_lens=accepted.lengths,
+            logits_output=result.output or LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=result.accepted.tokens.flatten(),
+            accept_lens=result.accepted.lengths,
             next_draft_input=next_input,
         )
 
-
-def resolve_round(result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
-    """Commits a round to its requests, now that its result is on the host; see `commit_round`."""
-    lengths = result.accept_lens
-    tokens = result.next_token_ids.view(len(lengths), -1)
-    taken = commit_round(batch.reqs, tokens, lengths, result.logits_output)
-    result.num_rounds = sum(map(bool, taken))
-    result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
-    result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
-    return taken
+    def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
+        """Commits a round to its requests, now that its result is on the host; the tokens of each."""
+        lengths = result.accept_lens
+        tokens = result.next_token_ids.view(len(lengths), -1)
+        taken = self.commit(batch.reqs, tokens, lengths, result.logits_output)
+        result.num_rounds = sum(map(bool, taken))
+        result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
+        result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
+        return taken

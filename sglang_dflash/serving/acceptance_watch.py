@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from sglang.srt.distributed import get_tensor_model_parallel_rank
-from sglang.srt.server_args import get_global_server_args
-
 logger = logging.getLogger(__name__)
 
 # A drafter that is right once in a hundred rounds is unseen after so many with a chance of 5%.
@@ -25,7 +22,13 @@ _CAUSES = (
 class AcceptanceWatch:
     """Looks at the first verify steps of a server, and says once if nothing was ever accepted."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: str, speaks: bool = True):
+        """
+        Args:
+            drafter: path of its checkpoint.
+            speaks: whether this rank is the one that says it.
+        """
+        self._drafter, self._speaks = drafter, speaks
         self.steps = 0
         self.done = False
 
@@ -37,14 +40,6 @@ class AcceptanceWatch:
             self.steps += 1
             if length > 1 or self.steps == STEPS:
                 self.done = True
-                if length == 1:
-                    self._warn()
+                if length == 1 and self._speaks:
+                    logger.warning(_CAUSES, STEPS, self._drafter)
                 return
-
-    def _warn(self) -> None:
-        if get_tensor_model_parallel_rank() == 0:
-            path = get_global_server_args().speculative_draft_model_path
-            logger.warning(_CAUSES, STEPS, path)
-
-
-watch = AcceptanceWatch()

@@ -64,10 +64,6 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
 }
 
-# Why a round was not replayed from a graph, though graphs are captured, and why an overlapped round
-# waited for the one before.
-SAMPLING, NO_GRAPH, HISTORY, SLOTS = "sampling", "no_graph", "history", "slots"
-
 
 @cache
 def _metric(name: str, labels: tuple[str, ...], **options: Any) -> Any:
@@ -131,49 +127,47 @@ class RoundMetrics:
         self._child("draft_kv_used_bytes").set(used * self._slot)
 
     def fell_back(self, reason: str) -> None:
-        """A round could not take the fast way; `reason` is one of this module's."""
+        """A round could not take the fast way."""
         self._add("fallbacks", 1, reason=reason)
 
-    def not_finite(self) -> None:
-        """A request failed with NaN."""
-        self._add("not_finite", 1)
+    def not_finite(self, requests: int) -> None:
+        """So many requests failed with NaN."""
+        self._add("not_finite", requests)
 
 
-class _Off:
+class NoMetrics:
     """Without `--enable-metrics`."""
 
     def committed(self, width: int, taken: Sequence[int]) -> None: ...
 
     def fell_back(self, reason: str) -> None: ...
 
-    def not_finite(self) -> None: ...
+    def not_finite(self, requests: int) -> None: ...
 
 
-class Metrics:
-    """The scheduler's metrics, wherever in its process something happens."""
+def round_metrics(
+    args: ServerArgs, ranks: dict[str, Any], draft: ModelRunner, slot: int
+) -> RoundMetrics | NoMetrics:
+    """What one scheduler counts, if this rank is one that SGLang counts on.
 
-    def __init__(self) -> None:
-        self.rounds: RoundMetrics | _Off = _Off()
-
-    def start(self, args: ServerArgs, ranks: dict[str, Any], draft: ModelRunner, slot: int) -> None:
-        """Counts from now on, if this rank is one that SGLang counts on."""
-        reports = ranks["tp_rank"] == 0 or args.enable_metrics_for_all_schedulers
-        if not (args.enable_metrics and reports):
-            return
-        labels = {
-            "model_name": args.served_model_name,
-            "engine_type": "unified",
-            "tp_rank": ranks["tp_rank"],
-            "pp_rank": 0,
-            "moe_ep_rank": ranks["moe_ep_rank"],
-        }
-        if ranks["dp_rank"] is not None:
-            labels["dp_rank"] = ranks["dp_rank"]
-        labels |= args.extra_metric_labels or {}
-        self.rounds = RoundMetrics(args, labels, draft, slot)
-
-
-metrics = Metrics()
+    Args:
+        ranks: this process's, by SGLang's names.
+        slot: bytes of draft KV in one slot.
+    """
+    reports = ranks["tp_rank"] == 0 or args.enable_metrics_for_all_schedulers
+    if not (args.enable_metrics and reports):
+        return NoMetrics()
+    labels = {
+        "model_name": args.served_model_name,
+        "engine_type": "unified",
+        "tp_rank": ranks["tp_rank"],
+        "pp_rank": 0,
+        "moe_ep_rank": ranks["moe_ep_rank"],
+    }
+    if ranks["dp_rank"] is not None:
+        labels["dp_rank"] = ranks["dp_rank"]
+    labels |= args.extra_metric_labels or {}
+    return RoundMetrics(args, labels, draft, slot)
 
 
 @contextmanager

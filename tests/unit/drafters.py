@@ -35,7 +35,7 @@ from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.drafter.model import DFlashDraftModel
 from sglang_dflash.round.propose import block_tokens
-from sglang_dflash.scheduler.spec_input import DFlashVerifyInput
+from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 CONTEXT = 320  # positions of a sequence
 TARGET = {

@@ -6,7 +6,7 @@ import torch
 
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.opened import Round
-from sglang_dflash.round.pair import extend_positions
+from sglang_dflash.round.prefill import extend_positions
 from sglang_dflash.round.propose import block_tokens
 from sglang_dflash.round.state import RequestState
 
@@ -65,10 +65,10 @@ def test_padding_requests_touch_only_slot_0() -> None:
 def test_a_round_moves_its_requests_and_no_others() -> None:
     made = state({0: 5, 1: 6, 2: 7})
     accepted = accept(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 9], [4, 5]]))
-    made.advance(torch.tensor([2, 0]), accepted)
+    made.advance(torch.tensor([2, 0]), accepted.lengths, accepted.bonus_tokens)
     assert made.lengths.tolist() == [8, 6, 9, 0]
     assert made.bonus_tokens.tolist() == [6, 51, 2, 0]
-    made.advance(torch.tensor([made.padding_row, 1]), accepted)
+    made.advance(torch.tensor([made.padding_row, 1]), accepted.lengths, accepted.bonus_tokens)
     assert made.lengths.tolist() == [8, 9, 9, 0]
 
 

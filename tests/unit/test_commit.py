@@ -6,7 +6,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.round.commit import commit_round, commit_tokens
+from sglang_dflash.scheduler.results import Committed, commit_round, commit_tokens
 
 EOS = 2
 
@@ -154,8 +154,9 @@ def test_what_a_request_wants_to_know() -> None:
         setattr(asking, f"output_{kind}_val", [])
         setattr(asking, f"output_{kind}_idx", [])
     tokens = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]])
-    taken = commit_round([silent, asking], tokens, torch.tensor([4, 3]), output(8))
-    assert taken == [[11, 12, 13, 14], [21, 22]]
+    committed = commit_round([silent, asking], tokens, torch.tensor([4, 3]), output(8))
+    assert committed.lengths == [4, 3] and committed.failed == 0
+    assert committed.taken == [[11, 12, 13, 14], [21, 22]]
     assert asking.output_token_logprobs_val == [-4, -5]
     assert asking.output_token_logprobs_idx == [21, 22]
     assert asking.output_top_logprobs_val == [[-4, -5], [-5, -6]]
@@ -171,5 +172,6 @@ def test_round_in_vain(state: str) -> None:
     req = request(max_new_tokens=1 if state == "finished" else 9)
     req.check_finished()
     req.is_retracted = state == "retracted"
-    assert commit_round([req], torch.tensor([[11, 12]]), torch.tensor([2]), None) == [[]]
+    committed = commit_round([req], torch.tensor([[11, 12]]), torch.tensor([2]), None)
+    assert committed == Committed(taken=[[]], lengths=[], failed=0)
     assert req.output_ids == [10] and req.spec_verify_ct == 0

@@ -102,9 +102,10 @@ def test_accept(width: int) -> None:
             padding_row=7,
         )
         before = state.lengths.clone()
-        made, expected = accept_and_advance(target, draft, rows, state), accept(target, draft)
-        assert torch.equal(made.lengths, expected.lengths)
-        assert torch.equal(made.bonus_tokens, expected.bonus_tokens)
+        lengths, bonus = accept_and_advance(target, draft, rows, **vars(state))
+        expected = accept(target, draft)
+        assert torch.equal(lengths, expected.lengths)
+        assert torch.equal(bonus, expected.bonus_tokens)
         for request, row in enumerate(rows.tolist()):
             moves = row != 7
             assert state.lengths[row] == before[row] + moves * expected.lengths[request]
@@ -117,10 +118,10 @@ def test_accept_of_nan() -> None:
     draft = torch.tensor([[5, 6]] * 3, device=DEVICE)
     rows = torch.arange(3, device=DEVICE)
     states = [RequestState(3, DEVICE) for _ in range(2)]
-    made = accept_and_advance(target, draft, rows, states[0])
+    lengths, _ = accept_and_advance(target, draft, rows, **vars(states[0]))
     expected = accept(target, draft)
-    states[1].advance(rows, expected)
-    assert made.lengths.tolist() == expected.lengths.tolist() == [2, 1, 3]
+    states[1].advance(rows, expected.lengths, expected.bonus_tokens)
+    assert lengths.tolist() == expected.lengths.tolist() == [2, 1, 3]
     for state in states:
         assert state.bonus_tokens.tolist() == [0, 0, 7, 0]
 

@@ -1,4 +1,4 @@
-"""NaN in logits: which rows it marks, which requests it ends, and what is cleaned after it."""
+"""NaN in logits: which rows it marks, which requests it ends, and where it never gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_dflash.drawing.not_finite import NOT_FINITE, PaddingSlots, end_marked, mark, take_out
+from sglang_dflash.clean_slot import CleanPool
+from sglang_dflash.drawing.not_finite import NOT_FINITE, mark, take_out
+from sglang_dflash.scheduler.results import end_marked
 
 NAN, INF = float("nan"), float("inf")
 
@@ -34,16 +36,15 @@ def test_take_out() -> None:
 def test_prefilled_requests() -> None:
     """Of a chunk that is not the last no token is wanted."""
     reqs = [request(), request(), request(chunked=1)]
-    assert end_marked(reqs, [3, NOT_FINITE, NOT_FINITE]) == [3, 4, 0]
+    assert end_marked(reqs, [3, NOT_FINITE, NOT_FINITE]) == ([3, 4, 0], 1)
     assert [req.to_finish is None for req in reqs] == [True, False, True]
     assert isinstance(reqs[1].to_finish, FINISH_ABORT)
     assert "NaN after 7 tokens" in reqs[1].to_finish.message
     assert reqs[1].not_finite and not hasattr(reqs[2], "not_finite")
 
 
-def test_padding_slots() -> None:
-    """Cleaned before as many rounds as may be under way, and not touched otherwise."""
-    pool = MHATokenToKVPool(
+def pool() -> MHATokenToKVPool:
+    return MHATokenToKVPool(
         size=32,
         page_size=4,
         dtype=torch.float32,
@@ -53,24 +54,20 @@ def test_padding_slots() -> None:
         device="cpu",
         enable_memory_saver=False,
     )
-    padding = PaddingSlots()
-    padding.watch(SimpleNamespace(token_to_kv_pool=pool, page_size=4))
 
-    def fill() -> None:
-        for layer in range(2):
-            pool.get_key_buffer(layer).fill_(NAN)
-            pool.get_value_buffer(layer).fill_(NAN)
 
-    fill()
-    padding.clean()
-    assert pool.get_key_buffer(0).isnan().all()
-    padding.soil()
-    for _ in range(2):
-        fill()
-        padding.clean()
-        for layer in range(2):
-            for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
-                assert buffer[:4].eq(0).all() and buffer[4:].isnan().all()
-    fill()
-    padding.clean()
-    assert pool.get_key_buffer(0).isnan().all()
+def test_slot_0_stays_clean() -> None:
+    """Rows without a slot write zeros there, whatever they hold; the others write what they hold."""
+    whole = pool()
+    slots = torch.tensor([5, 0, 7, 0])
+    rows = torch.tensor([1.0, NAN, NAN, 3.0])[:, None, None].expand(4, 1, 2)
+    clean = CleanPool(whole, slots)
+    clean.set_kv_buffer(SimpleNamespace(layer_id=1), slots, rows, rows.clone(), None, None)
+    for buffer in (whole.get_key_buffer(1), whole.get_value_buffer(1)):
+        assert buffer[0].eq(0).all() and buffer[5].eq(1).all() and buffer[7].isnan().all()
+    assert clean.get_key_buffer(1) is whole.get_key_buffer(1)
+
+
+def test_writes_around_the_pool_are_off() -> None:
+    """The release's RoPE kernels write K/V themselves where a pool says that it holds bfloat16."""
+    assert CleanPool(SimpleNamespace(dtype=torch.bfloat16), torch.tensor([0])).dtype is None

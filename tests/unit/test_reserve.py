@@ -12,19 +12,16 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import ceil_align
 
-from sglang_dflash.scheduler.reserve import reserve, slot_limit, slots_required, waits_for_slots
-from sglang_dflash.scheduler.spec_input import DFlashDraftInput
+from sglang_dflash.scheduler.draft_input import DFlashDraftInput
+from sglang_dflash.scheduler.reserve import reserve, slot_limit, slots_required
+from sglang_dflash.scheduler.rows import rows_of_requests
+from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS, DFlashWorkerV2
 
 WIDTH, CONTEXT, SIZE = 8, 96, 960
-ONE_ROUND, TWO_ROUNDS = DFlashDraftInput(WIDTH), DFlashDraftInput(2 * WIDTH)
-
-
-@pytest.fixture(autouse=True)
-def width(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(speculative_num_draft_tokens=WIDTH)
-    monkeypatch.setattr("sglang_dflash.scheduler.reserve.get_global_server_args", lambda: args)
+ONE_ROUND, TWO_ROUNDS = WIDTH, 2 * WIDTH
 
 
 def world(page_size: int) -> SimpleNamespace:
@@ -50,7 +47,10 @@ def admit(batch: SimpleNamespace, prompt: int, limit: int) -> SimpleNamespace:
     allocator, page = batch.tree_cache.token_to_kv_pool_allocator, batch.tree_cache.page_size
     req = SimpleNamespace(
         origin_input_ids=[0] * prompt,
-        sampling_params=SimpleNamespace(max_new_tokens=limit),
+        sampling_params=SamplingParams(max_new_tokens=limit),
+        output_ids=[],
+        grammar=None,
+        custom_logit_processor=None,
         req_pool_idx=len(batch.reqs),
         kv_committed_len=prompt,
         kv_allocated_len=prompt,
@@ -148,34 +148,77 @@ def test_overlap_needs_two_blocks() -> None:
     assert slots_required([req], 1, TWO_ROUNDS) == 2 * WIDTH
 
 
-def overlapped(batch: SimpleNamespace, pending: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """The batch as the overlapped scheduler has it, with results that it has not seen yet."""
+def overlapped(batch: SimpleNamespace) -> SimpleNamespace:
+    """The batch as the overlapped scheduler has it."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
 
     def check_decode_mem(selected: list[int]) -> bool:
-        required = slots_required([batch.reqs[i] for i in selected], 1, batch.spec_info)
+        required = batch.spec_info.slots_required([batch.reqs[i] for i in selected], 1)
         return allocator.available_size() >= required
 
-    batch.is_spec_v2, batch.spec_info = True, TWO_ROUNDS
-    batch.check_decode_mem = check_decode_mem
-    return SimpleNamespace(result_queue=[object()] * pending), batch
+    batch.spec_info, batch.check_decode_mem = DFlashDraftInput(TWO_ROUNDS), check_decode_mem
+    return batch
+
+
+def worker() -> tuple[DFlashWorkerV2, list[str]]:
+    """A worker without models, and why its rounds waited."""
+    made, reasons = object.__new__(DFlashWorkerV2), []
+    made.width, made.metrics = WIDTH, SimpleNamespace(fell_back=reasons.append)
+    return made, reasons
 
 
 @pytest.mark.parametrize("free", [WIDTH - 1, WIDTH, 2 * WIDTH - 1, 2 * WIDTH])
-@pytest.mark.parametrize("pending", [0, 1])
-def test_reservations_shrink_before_anyone_is_retracted(free: int, pending: int) -> None:
+def test_reservations_shrink_before_anyone_is_retracted(free: int) -> None:
     """Where two rounds ahead do not fit, the pending result is seen first and one is asked for."""
     batch = world(1)
     req, done = admit(batch, prompt=10, limit=60), admit(batch, prompt=10, limit=60)
     req.finished, done.finished = lambda: False, lambda: True
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     allocator.alloc(allocator.available_size() - free)
-    scheduler, batch = overlapped(batch, pending)
+    batch, (made, reasons) = overlapped(batch), worker()
     short = free < 2 * WIDTH
-    assert waits_for_slots(scheduler, batch) == (short and pending > 0)
-    assert batch.spec_info.lookahead == (WIDTH if short and pending else 2 * WIDTH)
-    if pending:
-        assert batch.check_decode_mem([0]) == (free >= WIDTH)
+    assert made.must_wait(batch) == short
+    assert batch.spec_info.lookahead == (WIDTH if short else 2 * WIDTH)
+    assert reasons == [SLOTS] * short
+    assert batch.check_decode_mem([0]) == (free >= WIDTH)
+
+
+def test_rounds_that_need_history_wait_before_anything_is_reserved() -> None:
+    """A minimum of new tokens makes its batch wait until it is met, and one that has finished never."""
+    batch = world(1)
+    req, done = admit(batch, prompt=10, limit=60), admit(batch, prompt=10, limit=60)
+    req.finished, done.finished = lambda: False, lambda: True
+    req.sampling_params.min_new_tokens, done.sampling_params.presence_penalty = 5, 1.0
+    batch, (made, reasons) = overlapped(batch), worker()
+    for produced, waits in ((4, True), (5, False)):
+        batch.spec_info, req.output_ids = DFlashDraftInput(TWO_ROUNDS), [0] * produced
+        before = batch.tree_cache.token_to_kv_pool_allocator.available_size()
+        assert made.must_wait(batch) == waits
+        assert batch.spec_info.lookahead == (ONE_ROUND if waits else TWO_ROUNDS)
+        assert batch.tree_cache.token_to_kv_pool_allocator.available_size() == before
+    assert reasons == [HISTORY]
+
+
+@settings(deadline=None)
+@given(data=st.data(), limit=st.integers(1, 6))
+def test_a_row_rests_before_it_has_a_new_owner(data: st.DataObject, limit: int) -> None:
+    """What one result frees, the prefill after it never takes; SGLang's own pool, any traffic.
+
+    With as many rows as requests, the prefill after a full batch has no other.
+    """
+    rows = rows_of_requests(SimpleNamespace(disable_overlap_schedule=False), limit)
+    pool = ReqToTokenPool(rows, 8, "cpu", enable_memory_saver=False)
+    running, freed = [], set()
+    for _ in range(20):
+        wanted = data.draw(st.integers(0, limit - len(running)))
+        new = [SimpleNamespace(req_pool_idx=None) for _ in range(wanted)]
+        assert not freed & set(pool.alloc(new))
+        running += new
+        ends = data.draw(st.sets(st.integers(0, limit - 1)))
+        freed = {req.req_pool_idx for i, req in enumerate(running) if i in ends}
+        for req in [req for i, req in enumerate(running) if i in ends]:
+            running.remove(req)
+            pool.free(req)
 
 
 def test_exhausted_pool() -> None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-
-from sglang_dflash.round.accept import Accepted
-
-if TYPE_CHECKING:
-    from sglang_dflash.round.state import RequestState
 
 
 @triton.jit
@@ -44,28 +37,37 @@ def _accept(
 
 
 def accept_and_advance(
-    target_tokens: torch.Tensor, draft_tokens: torch.Tensor, rows: torch.Tensor, state: RequestState
-) -> Accepted:
-    """What a round commits, and the state that it leaves.
+    target_tokens: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    padding_row: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much of a round is accepted, and the request state moved on.
 
     Args:
         target_tokens: [bs, width] int64, contiguous.
         draft_tokens: [bs, width - 1] int64, contiguous.
         rows: [bs] int64; a padding request changes nothing.
+        lengths, bonus_tokens: [rows + 1] int64, the request state, written.
+
+    Returns:
+        Accept lengths, the bonus token included, and the next bonus tokens, [bs] int64 each.
     """
     batch_size, width = target_tokens.shape
-    lengths, bonus_tokens = torch.empty(2, batch_size, dtype=torch.int64, device=rows.device)
+    accepted, bonus = torch.empty(2, batch_size, dtype=torch.int64, device=rows.device)
     _accept[(batch_size,)](
         target_tokens,
         draft_tokens,
         rows,
+        accepted,
+        bonus,
         lengths,
         bonus_tokens,
-        state.lengths,
-        state.bonus_tokens,
-        state.padding_row,
+        padding_row,
         WIDTH=width,
         WIDTH_POW2=triton.next_power_of_2(width),
         num_warps=1,
     )
-    return Accepted(target_tokens, lengths, bonus_tokens)
+    return accepted, bonus

@@ -28,11 +28,12 @@ def _context_store(
     offset = head * 2 * HALF + half[None, :]
     size: tl.constexpr = KV_HEADS * 2 * HALF
     source = kv_ptr + (token * LAYERS + layer) * 2 * size + offset
-    target = tl.load(slots_ptr + token) * size + offset
+    slot = tl.load(slots_ptr + token)
+    target, own = slot * size + offset, slot != 0
 
     v_cache = tl.load(v_pointers_ptr + layer).to(tl.int64).to(tl.pointer_type(dtype))
-    tl.store(v_cache + target, tl.load(source + size))
-    tl.store(v_cache + target + HALF, tl.load(source + size + HALF))
+    tl.store(v_cache + target, tl.load(source + size), mask=own)
+    tl.store(v_cache + target + HALF, tl.load(source + size + HALF), mask=own)
 
     x1 = tl.load(source).to(tl.float32)
     x2 = tl.load(source + HALF).to(tl.float32)
@@ -45,8 +46,8 @@ def _context_store(
     cos = tl.load(angles).to(tl.float32)[None, :]
     sin = tl.load(angles + HALF).to(tl.float32)[None, :]
     k_cache = tl.load(k_pointers_ptr + layer).to(tl.int64).to(tl.pointer_type(dtype))
-    tl.store(k_cache + target, (x1 * cos - x2 * sin).to(dtype))
-    tl.store(k_cache + target + HALF, (x2 * cos + x1 * sin).to(dtype))
+    tl.store(k_cache + target, (x1 * cos - x2 * sin).to(dtype), mask=own)
+    tl.store(k_cache + target + HALF, (x2 * cos + x1 * sin).to(dtype), mask=own)
 
 
 def context_store(
@@ -66,7 +67,7 @@ def context_store(
         kv: [n, layers * 2 * kv_heads * head_dim], K then V of each layer, contiguous.
         k_norm_weight: [layers, head_dim].
         cos_sin_cache: [positions, head_dim], cosines then sines; all of a head is rotated.
-        positions, slots: [n] int64.
+        positions, slots: [n] int64; slot 0 is not written (`clean_slot.py`).
         k_pointers, v_pointers: [layers] uint64, addresses of [slots, kv_heads, head_dim] buffers of
             the dtype of `kv`.
     """

@@ -62,8 +62,8 @@ def _qk_norm_rope_store(
         v_target = (
             v_cache_ptr + (v_slot * KV_HEADS + first_head - Q_HEADS - KV_HEADS) * 2 * HALF + offset
         )
-        tl.store(v_target, x1)
-        tl.store(v_target + HALF, x2)
+        tl.store(v_target, x1, mask=v_slot != 0)
+        tl.store(v_target + HALF, x2, mask=v_slot != 0)
     else:
         angles = cos_sin_ptr + tl.load(positions_ptr + token) * 2 * HALF + half
         cos = tl.load(angles).to(tl.float32)[None, :]
@@ -73,8 +73,8 @@ def _qk_norm_rope_store(
             y1, y2 = _norm_rope(f1, f2, k_weight_ptr, cos, sin, half, eps, HALF)
             k_slot = tl.load(slots_ptr + token)
             k_target = k_cache_ptr + (k_slot * KV_HEADS + first_head - Q_HEADS) * 2 * HALF + offset
-            tl.store(k_target, y1.to(dtype))
-            tl.store(k_target + HALF, y2.to(dtype))
+            tl.store(k_target, y1.to(dtype), mask=k_slot != 0)
+            tl.store(k_target + HALF, y2.to(dtype), mask=k_slot != 0)
         else:
             z1, z2 = _norm_rope(f1, f2, q_weight_ptr, cos, sin, half, eps, HALF)
             q_target = q_ptr + (token * Q_HEADS + first_head) * 2 * HALF + offset
@@ -99,7 +99,7 @@ def qk_norm_rope_store(
         qkv: [n, (q_heads + 2 * kv_heads) * head_dim], rows contiguous.
         q_weight, k_weight: [head_dim], norms.
         cos_sin_cache: [positions, head_dim], cosines then sines; all of a head is rotated.
-        positions, slots: [n] int64.
+        positions, slots: [n] int64; slot 0 is not written (`clean_slot.py`).
         k_cache, v_cache: [slots, kv_heads, head_dim], written.
 
     Returns:
@@ -158,5 +158,6 @@ def qk_norm_rope_store_reference(
             x.dtype
         )
 
-    k_cache[slots], v_cache[slots] = norm_rope(k, k_weight), v
+    own = slots != 0
+    k_cache[slots[own]], v_cache[slots[own]] = norm_rope(k, k_weight)[own], v[own]
     return norm_rope(q, q_weight).flatten(1)

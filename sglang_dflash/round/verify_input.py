@@ -1,55 +1,12 @@
-"""The structs that travel on SGLang's batches as `spec_info`."""
+"""What a forward batch says of its block: the struct that travels on it as `spec_info`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
-
-from sglang_dflash.scheduler.reserve import reserve
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-
-@dataclass
-class DFlashDraftInput(SpecInput):
-    """What SGLang's batch carries from one round to the next: only a note that there is a next.
-
-    Bonus tokens and lengths stay in `RequestState`, by request, so nothing has to follow the batch
-    when it is filtered or merged.
-
-    Attributes:
-        lookahead: tokens beyond those known to be committed that the next round may run: the width
-            of a round, and once more for a round whose result the host has not seen yet.
-        new_seq_lens: [bs] int64, what the overlapped scheduler takes as the batch's lengths.
-    """
-
-    lookahead: int
-    new_seq_lens: torch.Tensor | None = None
-
-    # The overlapped scheduler waits on this event if there is one. There is none: the host never
-    # needs the result of the round that was just launched.
-    verify_done: None = None
-
-    def __post_init__(self) -> None:
-        super().__init__(SpecInputType.DFLASH_DRAFT)
-
-    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
-        return 1, 1
-
-    def filter_batch(self, new_indices: torch.Tensor, has_been_filtered: bool = False) -> None:
-        """Nothing is kept by position."""
-
-    def merge_batch(self, other: DFlashDraftInput) -> None:
-        """Nothing is kept by position."""
-
-    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Called by the overlapped scheduler before it launches the next round."""
-        reserve(batch, self.lookahead)
 
 
 @dataclass

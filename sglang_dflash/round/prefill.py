@@ -1,0 +1,42 @@
+"""Prompts: the target runs them, and their hidden states become context of the draft model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_dflash.drafter.context_kv import write_context
+from sglang_dflash.drawing.not_finite import NOT_FINITE
+from sglang_dflash.drawing.ranks import agreed
+from sglang_dflash.round.parts import Parts
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+
+
+def prefill(
+    parts: Parts, target_worker: TpModelWorker, batch: ModelWorkerBatch
+) -> GenerationBatchResult:
+    """Runs prompts, or a chunk of one, and draws their first bonus tokens.
+
+    Tokens that the radix cache gave are not run: their draft KV lies under the same slots as
+    their target KV, from the request that computed them.
+    """
+    result = target_worker.forward_batch_generation(batch)
+    output = result.logits_output
+    write_context(parts.draft.runner, output.taps, extend_positions(batch), batch.out_cache_loc)
+    output.taps = None  # the result lives until the host has seen it; they need not
+    result.next_token_ids = agreed(result.next_token_ids)
+    result.next_token_ids.masked_fill_(output.not_finite, NOT_FINITE)
+    parts.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
+    return result
+
+
+def extend_positions(batch: ModelWorkerBatch) -> torch.Tensor:
+    """Position of every token that a prefill batch runs: [sum of extend_seq_lens] int64."""
+    spans = zip(batch.extend_prefix_lens, batch.extend_seq_lens, strict=True)
+    positions = torch.cat([torch.arange(prefix, prefix + length) for prefix, length in spans])
+    return positions.to(batch.input_ids.device, non_blocking=True)

@@ -1,0 +1,97 @@
+"""A round over a batch of requests: from a graph if one was captured for it, else kernel by kernel."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.gpu.fa3_attention import can_capture
+from sglang_dflash.round.accept import Accepted
+from sglang_dflash.round.opened import Round
+from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.stages import run_stages
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_dflash.round.graphs import RoundGraphs
+
+logger = logging.getLogger(__name__)
+
+# Why a round was not replayed from a graph, though graphs are captured.
+SAMPLING, NO_GRAPH = "sampling", "no_graph"
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round gave, on the device.
+
+    Attributes:
+        output: log-probabilities and hidden states of its rows, if a request asks for any.
+        fell_back: why it was not replayed from a graph; None if it was, or if none are captured.
+    """
+
+    accepted: Accepted
+    output: LogitsProcessorOutput | None = None
+    fell_back: str | None = None
+
+
+class RoundRunner:
+    """Runs rounds over the requests of one set of parts."""
+
+    def __init__(self, parts: Parts, graphs: RoundGraphs | None = None):
+        self.parts, self.graphs = parts, graphs
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        start_bounds: torch.Tensor,
+        width: int,
+        sampling: Sampling | None = None,
+        cut: bool = True,
+    ) -> RoundResult:
+        """One round over the requests at `rows` ([bs] int64).
+
+        Args:
+            start_bounds: [bs] int64 on the host, no less than the committed lengths.
+            sampling: how to draw; None for the likeliest tokens.
+            cut: whether a row may have no slot.
+        """
+        parts, graphs = self.parts, self.graphs
+        fell_back = None
+        if graphs is not None:
+            key = graphs.key(start_bounds, width) if sampling is None else None
+            if key is not None:
+                return RoundResult(graphs.replay(key, rows))
+            fell_back = NO_GRAPH if sampling is None else SAMPLING
+        round = Round.open(
+            parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
+        )
+        accepted, output = run_stages(parts, round, parts.draft, parts.target, sampling)
+        return RoundResult(accepted, output, fell_back)
+
+
+def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundGraphs | None:
+    """Graphs of whole rounds, where the device and the models allow it.
+
+    Args:
+        widths: that rounds may have.
+    """
+    if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
+        return None
+    from sglang_dflash.round.graphs import RoundGraphs, sizes_to_capture
+
+    if not all(can_capture(model.runner) for model in (parts.draft, parts.target)):
+        logger.warning(
+            "DFLASH runs without CUDA graphs, which need fa3 attention, without MLA, for the target and the "
+            "drafter and a KV cache in the target's dtype: set --attention-backend fa3."
+        )
+        return None
+    return RoundGraphs(
+        parts, sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests), widths
+    )

@@ -1,0 +1,148 @@
+"""What both workers share: how they are put together, and the steps that their rounds have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_dflash.cpu.eager import compile_only_when_asked
+from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
+from sglang_dflash.round.parts import load_parts
+from sglang_dflash.round.prefill import prefill
+from sglang_dflash.round.run import RoundResult, RoundRunner, capture
+from sglang_dflash.scheduler.reserve import slot_limit
+from sglang_dflash.scheduler.results import commit_round, end_marked
+from sglang_dflash.scheduler.watch import watch_of
+from sglang_dflash.scheduler.width import width_policy, widths
+from sglang_dflash.serving.acceptance_watch import AcceptanceWatch
+from sglang_dflash.serving.admission import bound_requests
+from sglang_dflash.serving.memory import pool_bytes, report_memory
+from sglang_dflash.serving.metrics import round_metrics
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorkerBase:
+    """What SGLang's scheduler expects of a worker, whether it overlaps or not."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        gpu_id: int,
+        tp_rank: int,
+        dp_rank: int | None,
+        moe_ep_rank: int,
+        attn_cp_rank: int,
+        moe_dp_rank: int,
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ):
+        compile_only_when_asked(server_args)
+        ranks = dict(
+            gpu_id=gpu_id,
+            tp_rank=tp_rank,
+            dp_rank=dp_rank,
+            moe_ep_rank=moe_ep_rank,
+            attn_cp_rank=attn_cp_rank,
+            moe_dp_rank=moe_dp_rank,
+            nccl_port=nccl_port,
+            pp_rank=0,
+        )
+        self.width = server_args.speculative_num_draft_tokens
+        self.next_width = width_policy(server_args)
+        self.target_worker = target_worker
+        self.parts = load_parts(server_args, target_worker, ranks)
+        graphs = capture(self.parts, server_args, widths(server_args))
+        self.rounds = RoundRunner(self.parts, graphs)
+        bound_requests(target_worker)
+        slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
+        slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
+        self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes)
+        self.acceptance = AcceptanceWatch(server_args.speculative_draft_model_path, tp_rank == 0)
+        self.watch = watch_of(self.parts.req_to_token.device)
+        if tp_rank == 0:
+            report_memory(target_worker.model_runner, self.model_runner)
+            logger.info(
+                "%s: drafter %s, blocks of %d, attention %s",
+                type(self).__name__,
+                server_args.speculative_draft_model_path,
+                self.width,
+                self.model_runner.server_args.attention_backend,
+            )
+        exempt = exempt_start_up()
+        logger.info("%s objects of start-up are exempt from garbage collection", f"{exempt:,}")
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """The draft model's; SGLang reads its pool and its config here."""
+        return self.parts.draft.runner
+
+    @property
+    def model_config(self):
+        return self.model_runner.model_config
+
+    def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
+        """Runs prompts, or a chunk of one."""
+        return prefill(self.parts, self.target_worker, batch)
+
+    def run_round(self, batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> RoundResult:
+        """Launches a round over a decode batch whose slots are reserved.
+
+        Args:
+            ahead: tokens that a request may have beyond those that the host knows to be committed.
+        """
+        starts, width = [req.kv_committed_len + ahead for req in batch.reqs], self.next_width()
+        ends = zip(batch.reqs, starts, strict=True)
+        result = self.rounds.run(
+            batch.req_pool_indices,
+            torch.tensor(starts),
+            width,
+            Sampling.of(batch, self.model_runner.server_args.enable_nan_detection),
+            cut=any(start + width > slot_limit(req) for req, start in ends),
+        )
+        if result.fell_back:
+            self.metrics.fell_back(result.fell_back)
+        if self.watch:
+            self.watch.note(result.accepted)
+        return result
+
+    def commit(
+        self,
+        reqs: Sequence[Req],
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        output: LogitsProcessorOutput | None,
+    ) -> list[list[int]]:
+        """Gives requests what they take of a round; see `commit_round`."""
+        committed = commit_round(reqs, tokens, lengths, output)
+        self.acceptance.note(committed.lengths)
+        self.metrics.committed(tokens.shape[1], [len(each) for each in committed.taken if each])
+        self.metrics.not_finite(committed.failed)
+        return committed.taken
+
+    def first_tokens(self, reqs: Sequence[Req], tokens: list[int]) -> list[int]:
+        """First tokens of prefilled requests; one that NaN chose ends its request."""
+        tokens, failed = end_marked(reqs, tokens)
+        self.metrics.not_finite(failed)
+        return tokens
+
+    def update_weights_from_tensor(self, request: UpdateWeightsFromTensorReqInput):
+        """New weights are the target's; the drafter keeps its own, as it does from disk."""
+        return self.target_worker.update_weights_from_tensor(request)
+
+    def clear_cache_pool(self) -> None:
+        """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free."""
+        give_memory_back()
