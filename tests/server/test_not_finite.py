@@ -89,6 +89,33 @@ def test_in_decode(
     server.check_idle()
 
 
+def test_in_last_rows(
+    server: Server, prompts: list[str], plain_answers: list[list[int]], poison: int
+) -> None:
+    """Rows beyond a request's limit share a slot, also those of one that fails beside the others.
+
+    Everybody's limit lies inside a block, those of failing requests just behind the token.
+    """
+    failing = [
+        (ids.index(poison) + 2, prompt, ids)
+        for prompt, ids in zip(prompts, plain_answers, strict=False)
+        if poison in ids[:-3]
+    ]
+    others = [
+        (prompt, ids) for prompt, ids in zip(prompts, plain_answers, strict=False) if poison not in ids
+    ]
+    for limit, prompt, _ in failing[:6]:
+        bodies = [generate_body(prompt, max_new_tokens=limit)]
+        bodies += [generate_body(other, max_new_tokens=limit) for other, _ in others[:5]]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            failed, *answers = pool.map(lambda body: server.post("/generate", body), bodies)
+        assert_failed(failed)
+        for answer, (_, ids) in zip(answers, others, strict=False):
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["output_ids"] == ids[:limit]
+    server.check_idle()
+
+
 def test_in_prefill(
     server: Server, plain: Server, prompts: list[str], tokenizer, poison: int
 ) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +14,25 @@ import torch
 import torch.distributed as dist
 from sglang.srt.layers.sampler import Sampler
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import json, sys
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang_dflash.drawing.ranks import agreed
+port, rank = map(int, sys.argv[1:])
+parallel_state.init_distributed_environment(
+    world_size=2, rank=rank, local_rank=rank, backend="gloo",
+    distributed_init_method=f"tcp://127.0.0.1:{port}",
+)
+parallel_state._TP = parallel_state.init_model_parallel_group(
+    [[0, 1]], rank, "gloo", use_pynccl=False, use_custom_allreduce=False, group_name="tp"
+)
+torch.manual_seed(rank)
+drawn = torch.multinomial(torch.ones(3, 100), 4, replacement=True)
+print(json.dumps([drawn.tolist(), agreed(drawn.clone()).tolist()]))
+"""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -21,3 +45,20 @@ def test_all_reduces_of_a_batch_with_grammars(monkeypatch, ranks: int) -> None:
     batch = SimpleNamespace(grammars=[object()])
     Sampler._sync_token_ids_across_tp(sampler, torch.tensor([3]), batch)
     assert calls == [group] * (ranks - 1)
+
+
+def test_a_round_has_one_draw_for_all_ranks() -> None:
+    """Whatever each drew; by a real group of two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", RANK, str(port)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        for rank in range(2)
+    ]
+    drawn, agreed = zip(
+        *(json.loads(rank.communicate(timeout=120)[0]) for rank in ranks), strict=True
+    )
+    assert drawn[0] != drawn[1]
+    assert agreed[0] == agreed[1] == drawn[0]
