@@ -102,7 +102,9 @@ def test_in_last_rows(
         if poison in ids[:-3]
     ]
     others = [
-        (prompt, ids) for prompt, ids in zip(prompts, plain_answers, strict=False) if poison not in ids
+        (prompt, ids)
+        for prompt, ids in zip(prompts, plain_answers, strict=False)
+        if poison not in ids
     ]
     for limit, prompt, _ in failing[:6]:
         bodies = [generate_body(prompt, max_new_tokens=limit)]

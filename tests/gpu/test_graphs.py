@@ -1,0 +1,46 @@
+"""Which rounds are replayed from graphs."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import CHOSEN_WORKERS, Server, running
+
+# Blocks of two tokens make so many rounds that those of a short drawn request are few.
+ARGUMENTS = ("--enable-metrics", "--speculative-dflash-block-size", "2")
+
+
+def fallbacks(server: Server) -> int:
+    """Rounds that ran kernel by kernel because somebody drew."""
+    found = re.findall(
+        r'^sglang:dflash_fallbacks_total\{.*reason="sampling".*\} (\S+)',
+        server.get("/metrics").text,
+        re.M,
+    )
+    return int(sum(map(float, found)))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.7}, {"logit_bias": {"300": 5.0}}, {"min_new_tokens": 5}],
+    ids=lambda sampling: next(iter(sampling)),
+)
+@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+def test_who_has_left_gives_the_graphs_back(
+    worker: str, sampling: dict, logs: Path, prompts: list[str]
+) -> None:
+    """A short request that draws beside long greedy ones costs them the rounds that it lives, no more."""
+    log = logs / f"graphs-{worker}.log"
+    with running(log, *ARGUMENTS, worker=worker) as server, ThreadPoolExecutor(4) as pool:
+        long = {"max_new_tokens": 1500, "ignore_eos": True}
+        greedy = [pool.submit(server.generate, prompt, **long) for prompt in prompts[:3]]
+        short = {"max_new_tokens": 20, "ignore_eos": True} | sampling
+        drawn = pool.submit(server.generate, prompts[3], **short).result()["meta_info"]
+        rounds = [each.result()["meta_info"]["spec_verify_ct"] for each in greedy]
+        assert 0 < fallbacks(server) <= drawn["spec_verify_ct"] + 2
+        assert min(rounds) > 10 * drawn["spec_verify_ct"]
+        server.check_idle()
