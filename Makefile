@@ -102,8 +102,8 @@ sweep: setup ## plain decoding against DFLASH on GSM8K; see docs/sweep.md
 	--plot $(BUILD)/sweep/plots $(if $(filter checkpoints/tiny/target,$(MODEL)),$(SWEEP_tiny)) $(SWEEP) \
 	$(if $(ARGS),-- $(ARGS))
 
-lint: setup ## ruff check and ruff format --check
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: setup ## ruff check, ruff format --check, and the order of imports
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo --no-cache
 
 fetch: python ## download the pinned SGLang wheel, hash-checked
 	@$(QUEUE) fetch
