@@ -57,7 +57,8 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 	| awk -F'|' '{printf "  %-14s %s\n", $$1, $$2}'
-	@echo "Variables: PORT MODEL DRAFT ARGS (serve), PROMPTS COMPARE (losslessness), SWEEP (sweep), ACCEL=cpu|cuda, PYTHON, DEV=1 (as make dev)"
+	@echo "For example: make serve PORT=8000 ARGS=\"--tp-size 2\"; make losslessness COMPARE=\"--limit 20 --mode greedy\";"
+	@echo "make sweep SWEEP=\"--concurrencies 1,8\"; make test ARGS=\"-k stop\". Of all: ACCEL=cpu|cuda PYTHON VENV BUILD, DEV=1 (as make dev)"
 
 python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 with the module venv was found:" \
@@ -72,30 +73,30 @@ setup: python ## make .venv with the patched SGLang and the overlay
 dev: ## like setup, but run build/sglang as it is, with edits that are not in patches/ yet
 	@$(MAKE) --no-print-directory setup DEV=1
 
-serve: setup ## serve MODEL with DFlash speculation by DRAFT on PORT
+serve: setup ## serve MODEL with DFlash speculation by DRAFT on PORT; ARGS are server arguments
 	$(info When it is up, ask it:  $(ASK))
 	$(info Expect an accept length of $(ACCEPT_LENGTH). After a few requests localhost:$(PORT)/server_info \
 	has it as avg_spec_accept_length.)
 	@$(LAUNCH) $(DFLASH) $(ARGS)
 
-serve-plain: setup ## the same without speculation
+serve-plain: setup ## the same without speculation; MODEL PORT ARGS
 	$(info When it is up, ask it:  $(ASK))
 	@$(LAUNCH) $(ARGS)
 
-test: setup ## unit tests, tests of the patch queue, tests on a real server; JOBS at once
+test: setup ## unit tests, tests of the patch queue, tests on a real server; JOBS at once, ARGS of pytest
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
 	$(wildcard tests/unit tests/patches tests/server) $(ARGS)
 
-test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so
+test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; ARGS of pytest
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/gpu tests/unit/test_kernels.py $(ARGS); \
 	else echo "make test-gpu: skipped, because nvidia-smi lists no GPU here"; fi
 
-losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; see docs/losslessness.md
+losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; its options are COMPARE, those of servers ARGS: docs/losslessness.md
 	@env $(ENV_$(ACCEL)) $(BIN)/python -m sglang_dflash.losslessness --prompts $(PROMPTS) \
 	--model-path $(MODEL) --draft-model-path $(DRAFT) $(COMPARE) -- $(SERVER_$(ACCEL)) $(ARGS)
 
-sweep: setup ## plain decoding against DFLASH on GSM8K; see docs/sweep.md
+sweep: setup ## plain decoding against DFLASH on GSM8K for MODEL and DRAFT; its options are SWEEP, those of servers ARGS: docs/sweep.md
 	@mkdir -p $(BUILD)/sweep
 	@env $(if $(filter cpu,$(ACCEL)),CUDA_VISIBLE_DEVICES=) $(BIN)/python benchmark/bench_gsm8k_sweep.py \
 	--target-model $(MODEL) --draft-model $(DRAFT) --output-file $(BUILD)/sweep/gsm8k.jsonl --resume \

@@ -21,7 +21,7 @@ example: python -m sglang_dflash.inspect z-lab/Qwen3-8B-DFlash-b16 --target Qwen
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
-        config = load_config(args.path, args.revision)
+        config = load_config(args.path, args.revision, flag="PATH")
         check_weights(config)
         target = _target_config(args.target) if args.target else None
     except DFlashError as error:

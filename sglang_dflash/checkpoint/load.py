@@ -50,14 +50,17 @@ def resolve(path: str, revision: str | None = None, flag: str = FLAG) -> Path:
         ) from error
 
 
-def load_config(path: str, revision: str | None = None) -> DraftConfig:
+def load_config(path: str, revision: str | None = None, flag: str = FLAG) -> DraftConfig:
     """Reads `config.json` of a draft checkpoint, and the names of its weights if it has any.
+
+    Args:
+        flag: what the user gave `path` with, for the sentence.
 
     Raises:
         DFlashError: not a DFlash checkpoint, or a field is missing or has a value that cannot be.
     """
-    folder = resolve(path, revision)
-    config = parse_config(str(folder), read_json(folder, path))
+    folder = resolve(path, revision, flag)
+    config = parse_config(str(folder), read_json(folder, path), flag)
     if any(folder.glob("*.safetensors*")):
         config = with_weights(config, read_shapes(folder))
     return config
@@ -82,7 +85,7 @@ def read_json(folder: Path, path: str) -> dict[str, Any]:
     return raw
 
 
-def parse_config(path: str, raw: dict[str, Any]) -> DraftConfig:
+def parse_config(path: str, raw: dict[str, Any], flag: str = FLAG) -> DraftConfig:
     """A `DraftConfig` from the content of a config.json in either format; raises `DFlashError`."""
     refuse_variants(path, raw)
     if is_speculators(raw):
@@ -91,7 +94,7 @@ def parse_config(path: str, raw: dict[str, Any]) -> DraftConfig:
         return parse_zlab(path, raw)
     raise DFlashError(
         f"{path} is not a DFlash checkpoint (architectures {raw.get('architectures')}): its config.json has neither "
-        f"dflash_config nor speculators_model_type; give a DFlash drafter as {FLAG}."
+        f"dflash_config nor speculators_model_type; give a DFlash drafter as {flag}."
     )
 
 

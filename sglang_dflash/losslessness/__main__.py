@@ -22,12 +22,13 @@ from sglang_dflash import __version__
 from sglang_dflash.losslessness.client import Client
 from sglang_dflash.losslessness.errors import CannotCompare
 from sglang_dflash.losslessness.faults import FAULTS
-from sglang_dflash.losslessness.greedy import compare_greedy
+from sglang_dflash.losslessness.greedy import PLAIN, SPECULATIVE, compare_greedy
 from sglang_dflash.losslessness.plot import check_plot, plot_regret
+from sglang_dflash.losslessness.progress import Progress
 from sglang_dflash.losslessness.prompts import read_prompts, token_ids
 from sglang_dflash.losslessness.report import NO_COMPARISON, Report
 from sglang_dflash.losslessness.sampling import Plan, compare_sampling
-from sglang_dflash.losslessness.servers import both_running
+from sglang_dflash.losslessness.servers import Interrupted, both_running
 
 SETTINGS = (
     {"temperature": 1.0},
@@ -142,8 +143,17 @@ def check(options: argparse.Namespace) -> None:
             raise CannotCompare("--plot shows greedy regret: leave it out with --mode sampling.")
         check_plot(options.plot)
     for path in (options.json, options.plot):
-        if path and not path.absolute().parent.is_dir():
-            raise CannotCompare(f"the folder of {path} does not exist: make it first.")
+        if path:
+            _make_folder(path.absolute().parent)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotCompare(
+            f"the folder {folder} cannot be made ({error.strerror}): name another one."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -154,7 +164,11 @@ def clients(options: argparse.Namespace) -> Iterator[tuple[Client, Client]]:
         if options.model_path:
             logs = options.logs or Path(tempfile.mkdtemp(prefix="losslessness-"))
             logs.mkdir(parents=True, exist_ok=True)
-            print(f"starting both servers; their logs are in {logs}", file=sys.stderr)
+            print(
+                f"starting both servers, which takes a minute or so; their logs are in {logs}",
+                file=sys.stderr,
+                flush=True,
+            )
             urls = stack.enter_context(
                 both_running(
                     options.model_path,
@@ -181,9 +195,16 @@ def compare(options: argparse.Namespace) -> Report:
             if value is not None
         }
         report = Report({"sglang_dflash": __version__, "models": info, "options": provenance})
+        progress = Progress(_planned(options, len(ids)))
         if options.mode != "sampling":
             report.greedy = compare_greedy(
-                speculative, plain, ids, options.new_tokens, options.concurrency, options.max_regret
+                speculative,
+                plain,
+                ids,
+                options.new_tokens,
+                options.concurrency,
+                options.max_regret,
+                progress,
             )
             _insist_on_speculation(report.greedy.rounds, options)
         if options.mode != "greedy":
@@ -196,10 +217,22 @@ def compare(options: argparse.Namespace) -> Report:
                 options.concurrency,
                 options.seed,
             )
-            report.sampling = compare_sampling(speculative, plain, plan)
+            report.sampling = compare_sampling(speculative, plain, plan, progress)
             _insist_on_speculation(report.sampling.rounds, options)
         report.provenance["seconds"] = round(time.monotonic() - started, 1)
     return report
+
+
+def _planned(options: argparse.Namespace, prompts: int) -> dict[str, float]:
+    """Tokens that each phase may draw, by the name that progress gives it."""
+    planned: dict[str, float] = {}
+    if options.mode != "sampling":
+        planned = dict.fromkeys((SPECULATIVE, PLAIN), prompts * options.new_tokens)
+    if options.mode != "greedy":
+        cells = prompts * len(options.settings or SETTINGS)
+        drawn = cells * options.runs * options.positions
+        planned |= {"sampling, speculative": drawn, "sampling, plain": 2 * drawn}
+    return planned
 
 
 def _insist_on_speculation(rounds: int, options: argparse.Namespace) -> None:
@@ -223,6 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotCompare as error:
         print(f"error: {error}", file=sys.stderr)
         return NO_COMPARISON
+    except Interrupted as interrupted:
+        print(f"{interrupted}: the servers that were started here have ended", file=sys.stderr)
+        return interrupted.status
     print(report.text())
     if options.json:
         report.write_json(options.json)

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
-from tqdm import tqdm
 
 from sglang_dflash.losslessness.errors import CannotCompare
+from sglang_dflash.losslessness.progress import Progress, results
 
 SECONDS = 600  # for one request; a batch of long answers on a CPU takes minutes
 
@@ -71,13 +71,21 @@ def verify_steps(answers: Iterable[dict]) -> tuple[int, int]:
     )
 
 
-def ask_all(what: str, ask: Callable[[Any], Any], items: list[Any], concurrency: int) -> list[Any]:
-    """`ask` of every item, in their order, at most `concurrency` at once; the first error ends it."""
-    with ThreadPoolExecutor(concurrency) as pool:
-        futures = [pool.submit(ask, item) for item in items]
-        try:
-            return [f.result() for f in tqdm(futures, desc=what, disable=None, leave=False)]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+def ask_all(
+    what: str,
+    ask: Callable[[Any], Any],
+    items: list[Any],
+    concurrency: int,
+    progress: Progress,
+    unit: float,
+) -> list[Any]:
+    """`ask` of every item, in their order, at most `concurrency` at once; the first error ends it.
+
+    Args:
+        unit: tokens that an item may draw.
+    """
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        return results([pool.submit(ask, item) for item in items], progress, what, unit)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # who is under way may take minutes

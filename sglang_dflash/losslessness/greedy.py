@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_dflash.losslessness.client import Client, ask_all, verify_steps
+from sglang_dflash.losslessness.progress import Progress
 
+SPECULATIVE, PLAIN = "greedy, speculative", "greedy, plain"  # what progress calls them
 FIRST_STRETCH = 16  # tokens decoded after an anchor, then twice as many, and so on
 
 
@@ -82,17 +84,25 @@ def compare_greedy(
     new_tokens: int,
     concurrency: int,
     max_regret: float,
+    progress: Progress,
 ) -> Greedy:
     """Asks both servers for greedy answers of up to `new_tokens` tokens and compares them."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens}
     answers = ask_all(
-        "greedy, speculative", lambda ids: speculative.generate(ids, sampling), prompts, concurrency
+        SPECULATIVE,
+        lambda ids: speculative.generate(ids, sampling),
+        prompts,
+        concurrency,
+        progress,
+        new_tokens,
     )
     followed = ask_all(
-        "greedy, plain",
+        PLAIN,
         lambda index: follow(plain, index, prompts[index], answers[index]),
         list(range(len(prompts))),
         concurrency,
+        progress,
+        new_tokens,
     )
     rounds, committed = verify_steps(answers)
     return Greedy(

@@ -7,13 +7,13 @@ must be discovered again, at q, in runs drawn anew, or it counts as chance.
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from sglang_dflash.losslessness.client import Client, ask_all, verify_steps
 from sglang_dflash.losslessness.permutation import (
@@ -24,6 +24,7 @@ from sglang_dflash.losslessness.permutation import (
     discoveries,
     enough_permutations,
 )
+from sglang_dflash.losslessness.progress import Progress
 
 COPIES = 8  # runs a request asks for; requests are shuffled, so batches mix prompts and settings
 
@@ -140,8 +141,8 @@ Source = Callable[[list[Cell]], tuple[Runs, Runs]]  # fresh runs of both sides o
 class Draws:
     """Runs of one server, and the verify steps that they took."""
 
-    def __init__(self, client: Client, plan: Plan, rng: np.random.Generator):
-        self.client, self.plan, self.rng = client, plan, rng
+    def __init__(self, client: Client, plan: Plan, rng: np.random.Generator, progress: Progress):
+        self.client, self.plan, self.rng, self.progress = client, plan, rng, progress
         self.steps = np.zeros((len(plan.settings), 2), dtype=np.int64)  # rounds, tokens
 
     def draw(self, cells: list[Cell], runs: int) -> Runs:
@@ -150,7 +151,12 @@ class Draws:
         requests = [(cell, count) for cell in cells for count in counts]
         self.rng.shuffle(requests)
         answers = ask_all(
-            f"sampling, {self.client.name}", self._ask, requests, self.plan.concurrency
+            f"sampling, {self.client.name}",
+            self._ask,
+            requests,
+            self.plan.concurrency,
+            self.progress,
+            self.plan.positions * len(cells) * runs / len(requests),
         )
         drawn: dict[Cell, list[list[int]]] = {cell: [] for cell in cells}
         for ((prompt, setting), _), batch in zip(requests, answers, strict=True):
@@ -173,10 +179,12 @@ def padded(answers: list[list[int]], positions: int) -> np.ndarray:
     return runs
 
 
-def compare_sampling(speculative: Client, plain: Client, plan: Plan) -> Sampling:
+def compare_sampling(
+    speculative: Client, plain: Client, plan: Plan, progress: Progress
+) -> Sampling:
     """Draws runs of both servers and tests both arms."""
     rng = np.random.default_rng(plan.seed)
-    ours, theirs = Draws(speculative, plan, rng), Draws(plain, plan, rng)
+    ours, theirs = Draws(speculative, plan, rng, progress), Draws(plain, plan, rng, progress)
     first, both = ours.draw(plan.cells, plan.runs), theirs.draw(plan.cells, 2 * plan.runs)
 
     def fresh_null(cells: list[Cell]) -> tuple[Runs, Runs]:
@@ -187,8 +195,8 @@ def compare_sampling(speculative: Client, plain: Client, plan: Plan) -> Sampling
 
     return Sampling(
         plan,
-        null=judge_arm("null", *halves(both), fresh_null, plan.q, rng),
-        test=judge_arm("test", first, both, fresh_test, plan.q, rng),
+        null=judge_arm("null", *halves(both), fresh_null, plan.q, rng, progress),
+        test=judge_arm("test", first, both, fresh_test, plan.q, rng, progress),
         accept_lengths=[float(n / rounds) if rounds else None for rounds, n in ours.steps],
         rounds=int(ours.steps[:, 0].sum()),
     )
@@ -203,12 +211,19 @@ def halves(runs: Runs) -> tuple[Runs, Runs]:
 
 
 def judge_arm(
-    name: str, first: Runs, second: Runs, fresh: Source, q: float, rng: np.random.Generator
+    name: str,
+    first: Runs,
+    second: Runs,
+    fresh: Source,
+    q: float,
+    rng: np.random.Generator,
+    progress: Progress | None = None,
 ) -> Arm:
     """Tests one arm, and tests discoveries again on fresh runs."""
+    progress = progress or Progress(stream=io.StringIO())
     positions = next(iter(first.values())).shape[1]
     permutations = enough_permutations(len(first) * (2 * positions + 2) + len(KINDS), q)
-    p = p_values(name, first, second, permutations, rng)
+    p = p_values(name, first, second, permutations, rng, progress)
     adjusted, found = discoveries(list(p.values()), q)
     made = [
         discovery(key, p[key], float(value), first, second)
@@ -218,18 +233,25 @@ def judge_arm(
     made.sort(key=lambda d: d.p)
     smallest = float(adjusted.min()) if len(adjusted) else None
     if made:
-        made = confirm(name, made, list(first), fresh, q, rng)
+        made = confirm(name, made, list(first), fresh, q, rng, progress)
     return Arm(name, len(p), permutations, smallest, q, made)
 
 
 def p_values(
-    name: str, first: Runs, second: Runs, permutations: int, rng: np.random.Generator
+    name: str,
+    first: Runs,
+    second: Runs,
+    permutations: int,
+    rng: np.random.Generator,
+    progress: Progress,
 ) -> dict[Key, float]:
     """Of every hypothesis of every cell, and of all cells together."""
     p: dict[Key, float] = {}
-    for cell in tqdm(first, desc=f"permutations, {name}", disable=None, leave=False):
-        for hypothesis in compare_runs(first[cell], second[cell], permutations, rng):
-            p[(*cell, hypothesis.kind, hypothesis.position)] = hypothesis.p
+    with progress.phase(f"permutations, {name}", len(first)) as done:
+        for cell in first:
+            for hypothesis in compare_runs(first[cell], second[cell], permutations, rng):
+                p[(*cell, hypothesis.kind, hypothesis.position)] = hypothesis.p
+            done()
     for kind in KINDS:
         whole = [value for key, value in p.items() if key[2:] == (kind, None)]
         if whole:
@@ -244,13 +266,14 @@ def confirm(
     fresh: Source,
     q: float,
     rng: np.random.Generator,
+    progress: Progress,
 ) -> list[Discovery]:
     """Tests what was discovered again, that alone, on runs that know nothing of the first."""
     found = {d.key for d in made}
     if not any(key[0] is None for key in found):  # all cells together need all of them
         cells = list(dict.fromkeys(key[:2] for key in found))
     permutations = enough_permutations(len(found), q)
-    p = p_values(f"{name}, again", *fresh(cells), permutations, rng)
+    p = p_values(f"{name}, again", *fresh(cells), permutations, rng, progress)
     # A hypothesis without a p: nothing differs there any more.
     adjusted, _ = discoveries([p.get(d.key, 1.0) for d in made], q)
     return [replace(d, again=float(again)) for d, again in zip(made, adjusted, strict=True)]

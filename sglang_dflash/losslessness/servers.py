@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -67,7 +69,7 @@ def both_running(
     common = ["--model-path", target, *common]
     dflash = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter]
     until = time.monotonic() + seconds
-    with ExitStack() as stack:
+    with ended_by_signals(), ExitStack() as stack:
         started = [
             stack.enter_context(_started(name, arguments, logs / f"{name}.log", fault_))
             for name, arguments, fault_ in (
@@ -75,6 +77,7 @@ def both_running(
                 ("plain", common, None),
             )
         ]
+        stack.callback(lambda: [signal_group(server.process, signal.SIGTERM) for server in started])
         for server in started:
             server.wait_until_healthy(until)
         yield started[0].url, started[1].url
@@ -88,8 +91,15 @@ class _Server:
     log: Path
 
     def wait_until_healthy(self, until: float) -> None:
-        """Waits for `/health`, up to the monotonic time `until`."""
-        while time.monotonic() < until:
+        """Waits for `/health`, up to the monotonic time `until`, and says so now and then."""
+        began = said = time.monotonic()
+        while (now := time.monotonic()) < until:
+            if now - said > 10:
+                said = now
+                waited = f"waiting for the {self.name} server since {now - began:.0f} s"
+                print(
+                    f"{waited}, for {until - now:.0f} s more at most", file=sys.stderr, flush=True
+                )
             status = self.process.poll()
             if status is not None:
                 raise CannotCompare(
@@ -135,19 +145,62 @@ def tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal that asks this process to end."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.status = 128 + number
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it a signal that asks this process to end is an exception, so that what it started ends first.
+
+    Raises:
+        Interrupted: there was one.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    with _handled(interrupt):
+        yield
+
+
+@contextmanager
+def _handled(handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
+
+
+def signal_group(process: subprocess.Popen, number: int) -> bool:
+    """Whether there was anybody left in the process's group."""
+    process.poll()  # a zombie would count as a member of the group
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def end(process: subprocess.Popen) -> None:
     """Ends a process group; a second Ctrl-C must not leave half of it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _handled(signal.SIG_IGN):
         for sent in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
-                process.poll()  # a zombie would count as a member of the group
-                try:
-                    os.killpg(process.pid, sent)
-                except ProcessLookupError:
+                if not signal_group(process, sent):
                     process.wait()
                     return
                 time.sleep(0.2)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -112,6 +112,19 @@ def test_help_lists_every_target():
         assert re.search(rf"^  {target} ", listed, re.M), target
 
 
+def test_help_names_the_options_of_a_target():
+    """Those that its recipe reads, some for whatever the machine has."""
+    makefile, listed = (ROOT / "Makefile").read_text(), make("help").stdout
+    recipes = re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", makefile, re.M)
+    assert len(recipes) > 10
+    for target, recipe in recipes:
+        recipe = recipe.replace("$(LAUNCH)", "$(MODEL) $(PORT)").replace("$(DFLASH)", "$(DRAFT)")
+        told = re.search(rf"^  {target} .*", listed, re.M)
+        for option in ("PORT", "MODEL", "DRAFT", "ARGS", "PROMPTS", "COMPARE", "JOBS", "SWEEP", "TO"):
+            if f"$({option})" in recipe:
+                assert option in told[0], (target, option)
+
+
 def test_ci_runs_make_test_and_nothing_else():
     lines = Path(ROOT / ".ci/run").read_text().splitlines()
     assert lines[:2] == ["#!/usr/bin/env bash", "set -euo pipefail"]

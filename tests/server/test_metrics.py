@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.harness import DEVICE, Server, events, generate_body
+from tests.server.harness import DEVICE, Server, events, generate_body, running
 
 WIDTH = 16
 
@@ -107,3 +108,29 @@ def test_waiting_rounds(dflash: Server, prompts: list[str]) -> None:
     waited = moved["fallbacks_total", "history"]
     overlapped = "DFlashWorkerV2" in dflash.log.read_text(errors="replace")
     assert waited > 2 if overlapped else waited == 0
+
+
+def test_loads(dflash: Server, prompts: list[str]) -> None:
+    """What `/v1/loads` says of the scheduler, beside `/metrics` that count its requests."""
+    dflash.generate_all(prompts[:30], concurrency=1, max_new_tokens=20)  # 40 rounds are counted at once
+    response = dflash.get("/v1/loads")
+    assert response.status_code == 200, response.text
+    (load,) = response.json()["loads"]
+    assert load["num_total_reqs"] == 0 and load["max_running_requests"] == 16
+    assert load["speculative"]["accept_length"] > 1
+    counted_as = 'http_requests_total{endpoint="/v1/loads",method="GET"} '
+    assert f"sglang:{counted_as}" in dflash.get("/metrics").text
+
+
+def test_accept_length_of_what_was_measured(logs: Path, prompts: list[str]) -> None:
+    """After an overlapped round in vain nothing is claimed in the log, and the gauges stay."""
+    every_round = ("--decode-log-interval", "1", "--enable-metrics")
+    with running(logs / "every-round.log", *every_round, worker="v2") as server:
+        for prompt in prompts[:4]:
+            server.generate(prompt, max_new_tokens=40)
+            assert server.metric("spec_accept_length") >= 1
+            assert server.metric("spec_accept_rate") > 0
+        log = server.log.read_text(errors="replace")
+    lines = [line for line in log.splitlines() if "Decode batch" in line]
+    assert any("accept len: " not in line for line in lines), "no round was in vain"
+    assert "accept len: 0.00" not in log

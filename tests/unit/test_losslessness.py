@@ -13,7 +13,7 @@ from sglang_dflash.losslessness import faulty_server
 from sglang_dflash.losslessness.errors import CannotCompare
 from sglang_dflash.losslessness.faults import lenient, sharpened
 from sglang_dflash.losslessness.greedy import Divergence, Greedy, WrongEnd
-from sglang_dflash.losslessness.plot import check_plot, plot_regret
+from sglang_dflash.losslessness.plot import check_plot, plot_regret, regret_figure
 from sglang_dflash.losslessness.prompts import read_prompts, token_ids
 from sglang_dflash.losslessness.report import FAILED, INCONCLUSIVE, PASSED, Report
 from sglang_dflash.losslessness.sampling import Arm, Discovery, Plan, Sampling
@@ -94,7 +94,7 @@ URLS = ["--speculative-url", "http://127.0.0.1:9", "--plain-url", "http://127.0.
         ([*URLS, "--", "--tp-size", "2"], "server arguments, --fault and --logs are for"),
         ([*URLS, "--fault", "accept"], "server arguments, --fault and --logs are for"),
         ([*URLS, "--mode", "sampling", "--plot", "x.png"], "--plot shows greedy regret"),
-        ([*URLS, "--json", "/no/such/x.json"], "the folder of /no/such/x.json does not exist"),
+        ([*URLS, "--json", "/proc/no/x.json"], "the folder /proc/no cannot be made"),
         (URLS, "the speculative server at http://127.0.0.1:9 does not answer /model_info"),
     ],
 )
@@ -202,6 +202,21 @@ def test_verdicts(tmp_path: Path, parts: dict, status: int, sentence: str) -> No
     written = json.loads((tmp_path / "report.json").read_text())
     assert (written["status"], written["verdict"]) == (status, report.verdict)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_folder_of_an_output(tmp_path: Path) -> None:
+    """It is made before the comparison."""
+    folder = tmp_path / "new" / "er"
+    options = ["--prompts", str(written(tmp_path, "x")), *URLS, "--json", str(folder / "x.json")]
+    assert tool.main(options) == 2  # for want of servers
+    assert folder.is_dir()
+
+
+def test_plot_without_a_divergence() -> None:
+    above, _ = regret_figure(greedy()).axes
+    (text,) = above.texts
+    assert text.get_text().startswith("no divergence")
+    assert not regret_figure(greedy(0.5)).axes[0].texts
 
 
 @pytest.mark.parametrize("regrets", [(), (0.0, 0.01, 3.0)])
