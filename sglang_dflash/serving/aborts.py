@@ -1,7 +1,7 @@
 """What an id means that a client aborts: all that was asked under it, and nothing else.
 
 SGLang runs a batch under ids of its own where the client gave one id for all of it, and each copy of a
-request with `n` above 1 always. Its scheduler matches ids exactly (patch 0021), so whoever aborts the
+request with `n` above 1 always. Its scheduler matches ids exactly (patch 0022), so whoever aborts the
 client's id must know what came of it. That is kept here while the batch is answered.
 """
 
