@@ -11,8 +11,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+
+from tests.server.processes import Process, fork, start
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "checkpoints" / "tiny"
@@ -53,15 +53,13 @@ REQUEST_SECONDS = 120
 END_SECONDS = 30  # the release looks every 5 s whether it may end
 
 
-def command(
-    *arguments: str, port: int, target: Path = TARGET, launcher: Sequence[str] = LAUNCHER
-) -> list[str]:
-    """The command line of a server; later arguments win over the machine's."""
+def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:
+    """Arguments of a server; later ones win over the machine's."""
     machine, tokens = _MACHINE[DEVICE]
-    launch = [sys.executable, "-m", *launcher, "--model-path", str(target)]
+    common = ["--model-path", str(target), "--port", str(port), "--max-total-tokens", str(tokens)]
     # A scheduler that polls all the time would take a core from the server that is asked.
-    common = ["--port", str(port), "--max-total-tokens", str(tokens), "--sleep-on-idle"]
-    return [*launch, *machine, *common, "--max-running-requests", "16", *arguments]
+    common += ["--sleep-on-idle", "--max-running-requests", "16"]
+    return [*machine, *common, *arguments]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -84,7 +82,7 @@ def free_port() -> int:
 class Server:
     """A running server. Answers are the JSON of SGLang's native API."""
 
-    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+    def __init__(self, process: Process, port: int, log: Path):
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
         self._answers: dict[str, dict] = {}
@@ -172,6 +170,7 @@ def running(
     launcher: Sequence[str] = LAUNCHER,
     port: int | None = None,
     output: Path | None = None,
+    by_itself: bool = False,
     **variables: str,
 ) -> Iterator[Server]:
     """Starts a server, waits for its health, ends it with all its processes.
@@ -181,6 +180,7 @@ def running(
         launcher: module that is run, and arguments that must come first.
         port: to listen on; by default one that is free.
         output: where the server writes instead of to `log`.
+        by_itself: started as `python -m`, not forked by a process that has imported its modules.
         variables: environment variables of the server.
     """
     port = port or free_port()
@@ -189,15 +189,10 @@ def running(
     eager = {"TORCH_COMPILE_DISABLE": "1"} if DEVICE == "cpu" and worker is None else {}
     env = environment(**WORKERS.get(worker, {}), **eager, **variables)
     log.touch()
-    with (output or log).open("w") as out:
-        process = subprocess.Popen(
-            command(*speculation, *arguments, port=port, launcher=launcher),
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+    module, *first = launcher
+    given = [*first, *command(*speculation, *arguments, port=port)]
+    begin = start if by_itself or DEVICE != "cpu" else fork
+    process = begin(module, given, env, ROOT, output or log)
     try:
         server = Server(process, port, log)
         wait_until_healthy(server)
@@ -219,13 +214,13 @@ def wait_until_healthy(server: Server) -> None:
     raise TimeoutError(f"no /health after {START_SECONDS} s:\n{tail(server.log)}")
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: Process) -> None:
     """Asks the server to end, as an operator would; it must, and must leave nobody behind.
 
     A server that still waits for a request, or a child that outlives it, is an error.
     """
     try:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while group_lives(process.pid) and time.monotonic() < deadline:
@@ -245,14 +240,12 @@ def group_lives(group: int) -> bool:
     return True
 
 
-def fails_to_start(*arguments: str, target: Path = TARGET) -> tuple[int, str]:
+def fails_to_start(
+    log: Path, *arguments: str, target: Path = TARGET, by_itself: bool = False
+) -> tuple[int, str]:
     """Exit status and output of a server that is expected to refuse its arguments."""
-    process = subprocess.run(
-        command(*arguments, port=free_port(), target=target),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        cwd=ROOT,
-    )
-    return process.returncode, process.stdout + process.stderr
+    (module,) = LAUNCHER
+    begin = start if by_itself or DEVICE != "cpu" else fork
+    given = command(*arguments, port=free_port(), target=target)
+    process = begin(module, given, environment(), ROOT, log)
+    return process.wait(START_SECONDS), log.read_text(errors="replace")

@@ -1,6 +1,7 @@
 """How a server ends: told to, killed in parts, killed whole; with a full disk; and the next one on its port.
 
-Every server here starts on the port of the one before, which had a connection open when it ended.
+Every server here is a command of its own, not forked by the tests, and starts on the port of the one before,
+which had a connection open when it ended.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def port() -> int:
 @contextmanager
 def started(logs: Path, port: int, worker: str, output: Path | None = None) -> Iterator[Server]:
     log = logs / f"shutdown-{time.monotonic_ns()}.log"
-    with running(log, worker=worker, port=port, output=output) as server:
+    with running(log, worker=worker, port=port, output=output, by_itself=True) as server:
         yield server
 
 
