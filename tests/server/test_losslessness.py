@@ -99,6 +99,7 @@ def test_wrong_ends(plain: Server, tokenizer, prompts: list[str]) -> None:
     assert follow(client, 3, ids, cut) == ([], None)
 
 
+@pytest.mark.command
 def test_broken_accept_rule_fails(compare: Compare, logs: Path, monkeypatch, capsys) -> None:
     """The tool starts both servers itself, the speculative one with a fault."""
     for name, value in harness.environment(**harness.WORKERS[CHOSEN_WORKERS[-1]]).items():

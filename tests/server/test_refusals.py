@@ -78,6 +78,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.command
 def test_start(broken: Path, tmp_path: Path) -> None:
     """A command that is refused prints the sentence last, no traceback, and exits non-zero.
 

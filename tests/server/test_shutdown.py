@@ -21,6 +21,8 @@ import requests
 from tests.server.checks import assert_same, assert_speculated, check
 from tests.server.harness import CHOSEN_WORKERS, Server, free_port, group_lives, running
 
+pytestmark = pytest.mark.command
+
 END_SECONDS = 20  # of which the release waits 2 for clients that may have left
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 

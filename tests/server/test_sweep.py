@@ -26,6 +26,8 @@ from tests.server.harness import (
     environment,
 )
 
+pytestmark = pytest.mark.command
+
 QUESTIONS = 32
 SECONDS = 280
 CONCURRENCIES = (2, 8)
