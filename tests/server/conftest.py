@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.server import harness
 from tests.server.harness import CHOSEN_WORKERS, PAIR, TARGET, Server, running
@@ -122,4 +121,6 @@ def prompts(problems: list[dict[str, str]], tokenizer) -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from transformers import AutoTokenizer  # seconds, also where tests are only handed out
+
     return AutoTokenizer.from_pretrained(TARGET)
