@@ -21,7 +21,7 @@ def group(item: pytest.Item) -> str:
         if fixture in parameters and item.path.name not in WHOLE:
             chosen = parameters[fixture]
             return f"worker {chosen if isinstance(chosen, str) else chosen[0]}"
-    return item.path.name
+    return f"{item.path.parent.name}/{item.path.name}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,13 +18,13 @@ from tests.server.harness import CHOSEN_WORKERS, DRAFTER, PAIR, TARGET, Server, 
 PROBLEMS, OPENINGS = PAIR / "data" / "test.jsonl", PAIR / "data" / "openings.jsonl"
 # 2 prompts x 2 settings x 8 positions x 256 runs. In six trials the smallest adjusted p of the biased
 # sampler was at most 0.003 at first look and 0.0002 when looked at again.
-HOT, CUT = '{"temperature": 0.8}', '{"temperature": 0.8, "top_p": 0.95}'
-ONE = ("--mode", "sampling", "--limit", "2", "--runs", "256", "--positions", "8", "--setting", HOT)
-LEAN = (*ONE, "--setting", CUT)
-# Half of it where a test is expected to pass, and all of it in `make test-long`.
-SIZES = pytest.mark.parametrize(
-    "size", [ONE, pytest.param(LEAN, marks=pytest.mark.long)], ids=["one", "lean"]
+LEAN = (
+    *("--mode", "sampling", "--limit", "2", "--runs", "256", "--positions", "8"),
+    *("--setting", '{"temperature": 0.8}', "--setting", '{"temperature": 0.8, "top_p": 0.95}'),
 )
+# All of it in `make test-long`; elsewhere one setting, and one prompt where a test is expected to pass.
+HALF, QUARTER = LEAN[:-2], (*LEAN[:-2], "--limit", "1")
+FULL = pytest.param(LEAN, marks=pytest.mark.long)
 FAULTY = "sglang_dflash.losslessness.faulty_server"
 
 Compare = Callable[..., tuple[int, dict]]
@@ -130,27 +130,30 @@ def biased(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         yield server
 
 
-def test_biased_sampler_fails(biased: Server, plain: Server, compare: Compare) -> None:
+@pytest.mark.parametrize("size", [HALF, FULL], ids=["half", "full"])
+def test_biased_sampler_fails(
+    biased: Server, plain: Server, compare: Compare, size: tuple[str, ...]
+) -> None:
     """It decodes greedily as it should; when it samples, it is found out."""
     assert "fault: sampler" in biased.log.read_text()
     servers = (*urls(biased, plain), "--any-server")
     assert compare(OPENINGS, *servers, "--mode", "greedy", "--limit", "4")[0] == PASSED
-    status, report = compare(OPENINGS, *servers, *LEAN)
+    status, report = compare(OPENINGS, *servers, *size)
     assert status == FAILED
     assert report["sampling"]["null"]["accepted"]
     assert report["sampling"]["test"]["confirmed"] > 0
 
 
-@SIZES
+@pytest.mark.parametrize("size", [QUARTER, FULL], ids=["quarter", "full"])
 def test_plain_sampling_passes(plain: Server, compare: Compare, size: tuple[str, ...]) -> None:
     status, report = compare(OPENINGS, *urls(plain, plain), "--any-server", *size)
     assert status == PASSED
     for arm in ("null", "test"):
-        # 2 or 4 cells with 8 tokens, 7 pairs and 3 of whole runs; each opening fixes a token or two.
-        assert report["sampling"][arm]["hypotheses"] > 25 * size.count("--setting")
+        # 1 or 4 cells with 8 tokens, 7 pairs and 3 of whole runs; each opening fixes a token or two.
+        assert report["sampling"][arm]["hypotheses"] > (12 if size is QUARTER else 50)
 
 
-@SIZES
+@pytest.mark.parametrize("size", [QUARTER, FULL], ids=["quarter", "full"])
 def test_sampling(dflash: Server, plain: Server, compare: Compare, size: tuple[str, ...]) -> None:
     status, report = compare(OPENINGS, *urls(dflash, plain), *size)
     assert status == PASSED
