@@ -41,6 +41,7 @@ ACCEL  := $(ACCEL)
 export BUILD
 QUEUE   = $(PYTHON) -m patches
 BIN     = $(VENV)/bin
+PYTEST  = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 LAUNCH  = exec env $(ENV_$(ACCEL)) $(BIN)/python -m sglang.launch_server --model-path $(MODEL) \
 	--port $(PORT) $(SERVER_$(ACCEL))
 DFLASH  = --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT)
@@ -51,7 +52,7 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 	'{"model": "default", "temperature": 0, "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve serve-plain test test-gpu losslessness sweep lint fetch apply unapply refresh check-patches \
+.PHONY: help setup dev serve serve-plain test test-quick test-long test-gpu losslessness sweep lint fetch apply unapply refresh check-patches \
 	rebase lock tiny-pair clean python
 
 help: ## list the targets
@@ -84,8 +85,14 @@ serve-plain: setup ## the same without speculation; MODEL PORT ARGS
 	@$(LAUNCH) $(ARGS)
 
 test: setup ## unit tests, tests of the patch queue, tests on a real server; JOBS at once, ARGS of pytest
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
-	$(wildcard tests/unit tests/patches tests/server) $(ARGS)
+	@$(PYTEST) -m "not long" $(wildcard tests/unit tests/patches tests/server) $(ARGS)
+
+test-quick: setup ## unit tests, and an answer of each worker; ARGS of pytest
+	@$(PYTEST) -m quick $(wildcard tests/unit tests/server) $(ARGS)
+
+test-long: setup ## what takes long by nature: before a problem is called solved; ARGS of pytest
+	@$(PYTEST) -m long $(wildcard tests/unit tests/patches tests/server) $(ARGS)
+	@DFLASH_TEST_PROMPTS=100 $(PYTEST) tests/server/test_features.py $(ARGS)
 
 test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; ARGS of pytest
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \

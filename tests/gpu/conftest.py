@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.server import harness
-from tests.server.conftest import _plain, logs, plain, problems, prompts, tokenizer  # noqa: F401
+from tests.server.conftest import (  # noqa: F401
+    _plain,
+    answers,
+    logs,
+    plain,
+    problems,
+    prompts,
+    shared,
+    tokenizer,
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

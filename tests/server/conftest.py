@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
+from tests.server import harness
 from tests.server.harness import CHOSEN_WORKERS, PAIR, TARGET, Server, running
 
 # Variants of the server with DFLASH on which the tests of single requests run. The second has pages
@@ -34,9 +35,27 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("servers")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of all processes of this run; at the end all servers ended as they should."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    harness.share(folder)
+    yield folder
+    harness.await_ends()
+
+
 @pytest.fixture(scope="session")
-def _plain(logs: Path) -> Iterator[Server]:
-    with running(logs / "plain.log", *PLAIN) as server:
+def answers(shared: Path) -> Path:
+    """What plain decoding answered, for all processes of this run; float32 on a CPU is exact."""
+    folder = shared / "plain-answers"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _plain(logs: Path, answers: Path) -> Iterator[Server]:
+    with running(logs / "plain.log", *PLAIN, answers=answers) as server:
         yield server
 
 
@@ -102,4 +121,6 @@ def prompts(problems: list[dict[str, str]], tokenizer) -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from transformers import AutoTokenizer  # seconds, also where tests are only handed out
+
     return AutoTokenizer.from_pretrained(TARGET)

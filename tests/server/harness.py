@@ -6,21 +6,24 @@ Everything that depends on the machine is in this file: `DFLASH_TEST_DEVICE` (cp
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import requests
+
+from tests.server.processes import Launcher, Process, start
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "checkpoints" / "tiny"
@@ -46,6 +49,10 @@ WORKERS = {
 }
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
+# As it was when the tests began: what they import adds to it.
+_OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+_shared: Path | None = None
+
 LAUNCHER = ("sglang.launch_server",)
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DRAFTER))
 START_SECONDS = 300  # a first start on a busy GPU machine, which compiles kernels; else about 20
@@ -53,15 +60,13 @@ REQUEST_SECONDS = 120
 END_SECONDS = 30  # the release looks every 5 s whether it may end
 
 
-def command(
-    *arguments: str, port: int, target: Path = TARGET, launcher: Sequence[str] = LAUNCHER
-) -> list[str]:
-    """The command line of a server; later arguments win over the machine's."""
+def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:
+    """Arguments of a server; later ones win over the machine's."""
     machine, tokens = _MACHINE[DEVICE]
-    launch = [sys.executable, "-m", *launcher, "--model-path", str(target)]
+    common = ["--model-path", str(target), "--port", str(port), "--max-total-tokens", str(tokens)]
     # A scheduler that polls all the time would take a core from the server that is asked.
-    common = ["--port", str(port), "--max-total-tokens", str(tokens), "--sleep-on-idle"]
-    return [*launch, *machine, *common, "--max-running-requests", "16", *arguments]
+    common += ["--sleep-on-idle", "--max-running-requests", "16"]
+    return [*machine, *common, *arguments]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -69,7 +74,23 @@ def environment(**extra: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
-    return os.environ | _ENVIRONMENT[DEVICE] | common | extra
+    return _OUTSIDE | _ENVIRONMENT[DEVICE] | common | extra
+
+
+def share(folder: Path) -> None:
+    """Tells where processes of one run of the tests find each other."""
+    global _shared
+    _shared = folder
+
+
+@cache
+def _launcher() -> Launcher:
+    return Launcher(_shared, environment())
+
+
+def starter(by_itself: bool) -> Callable[..., Process]:
+    """How a server is started: as a command, or on a CPU by a process that has its modules already."""
+    return start if by_itself or DEVICE != "cpu" else _launcher().fork
 
 
 def free_port() -> int:
@@ -81,13 +102,34 @@ def free_port() -> int:
             return port
 
 
+class Answers:
+    """Answers by what was asked; in a folder, also for the other processes of a run of the tests."""
+
+    def __init__(self, folder: Path | None):
+        self._known: dict[str, Any] = {}
+        self._folder = folder
+
+    def get(self, key: str, ask: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = self._shared(key, ask) if self._folder else ask()
+        return self._known[key]
+
+    def _shared(self, key: str, ask: Callable[[], Any]) -> Any:
+        path = self._folder / hashlib.sha256(key.encode()).hexdigest()
+        if not path.exists():
+            mine = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            mine.write_text(json.dumps(ask()))
+            mine.replace(path)
+        return json.loads(path.read_text())
+
+
 class Server:
     """A running server. Answers are the JSON of SGLang's native API."""
 
-    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+    def __init__(self, process: Process, port: int, log: Path, answers: Path | None = None):
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
-        self._answers: dict[str, dict] = {}
+        self.answers = Answers(answers)
 
     def get(self, path: str) -> requests.Response:
         return requests.get(self.url + path, timeout=REQUEST_SECONDS)
@@ -104,9 +146,7 @@ class Server:
     def reference(self, prompt: str | list[int], **sampling: Any) -> Any:
         """`generate`, remembered: greedy answers do not change."""
         key = json.dumps([prompt, sampling], sort_keys=True)
-        if key not in self._answers:
-            self._answers[key] = self.generate(prompt, **sampling)
-        return self._answers[key]
+        return self.answers.get(key, lambda: self.generate(prompt, **sampling))
 
     def generate_all(self, prompts: Sequence[Any], concurrency: int, **sampling: Any) -> list[dict]:
         """Answers in the order of the prompts, at most `concurrency` asked at once."""
@@ -172,6 +212,8 @@ def running(
     launcher: Sequence[str] = LAUNCHER,
     port: int | None = None,
     output: Path | None = None,
+    by_itself: bool = False,
+    answers: Path | None = None,
     **variables: str,
 ) -> Iterator[Server]:
     """Starts a server, waits for its health, ends it with all its processes.
@@ -181,6 +223,8 @@ def running(
         launcher: module that is run, and arguments that must come first.
         port: to listen on; by default one that is free.
         output: where the server writes instead of to `log`.
+        by_itself: started as `python -m`, not forked by a process that has imported its modules.
+        answers: folder in which the server's remembered answers are kept.
         variables: environment variables of the server.
     """
     port = port or free_port()
@@ -189,21 +233,19 @@ def running(
     eager = {"TORCH_COMPILE_DISABLE": "1"} if DEVICE == "cpu" and worker is None else {}
     env = environment(**WORKERS.get(worker, {}), **eager, **variables)
     log.touch()
-    with (output or log).open("w") as out:
-        process = subprocess.Popen(
-            command(*speculation, *arguments, port=port, launcher=launcher),
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+    module, *first = launcher
+    given = [*first, *command(*speculation, *arguments, port=port)]
+    await_ends(all_of_them=False)
+    process = starter(by_itself)(module, given, env, ROOT, output or log)
     try:
-        server = Server(process, port, log)
+        server = Server(process, port, log, answers)
         wait_until_healthy(server)
         yield server
     finally:
-        end(process)
+        if by_itself or DEVICE != "cpu":
+            end(process, log)
+        else:
+            _ending.append(_ends.submit(end, process, log))
 
 
 def wait_until_healthy(server: Server) -> None:
@@ -219,18 +261,30 @@ def wait_until_healthy(server: Server) -> None:
     raise TimeoutError(f"no /health after {START_SECONDS} s:\n{tail(server.log)}")
 
 
-def end(process: subprocess.Popen) -> None:
+# Servers end seconds after they are told to, and nobody waits for one after the other.
+_ends = ThreadPoolExecutor(8)
+_ending: list[Future[None]] = []
+
+
+def await_ends(all_of_them: bool = True) -> None:
+    """An error if a server did not end as it should, of those that were told to."""
+    for ending in [each for each in _ending if all_of_them or each.done()]:
+        _ending.remove(ending)
+        ending.result()
+
+
+def end(process: Process, log: Path) -> None:
     """Asks the server to end, as an operator would; it must, and must leave nobody behind.
 
     A server that still waits for a request, or a child that outlives it, is an error.
     """
     try:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while group_lives(process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not group_lives(process.pid), "a child outlives its server"
+        assert not group_lives(process.pid), f"a child outlives its server: {tail(log)}"
     finally:
         if process.poll() is None or group_lives(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
@@ -245,14 +299,11 @@ def group_lives(group: int) -> bool:
     return True
 
 
-def fails_to_start(*arguments: str, target: Path = TARGET) -> tuple[int, str]:
+def fails_to_start(
+    log: Path, *arguments: str, target: Path = TARGET, by_itself: bool = False
+) -> tuple[int, str]:
     """Exit status and output of a server that is expected to refuse its arguments."""
-    process = subprocess.run(
-        command(*arguments, port=free_port(), target=target),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        cwd=ROOT,
-    )
-    return process.returncode, process.stdout + process.stderr
+    (module,) = LAUNCHER
+    given = command(*arguments, port=free_port(), target=target)
+    process = starter(by_itself)(module, given, environment(), ROOT, log)
+    return process.wait(START_SECONDS), log.read_text(errors="replace")

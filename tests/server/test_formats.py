@@ -163,7 +163,7 @@ def test_not_finite(tmp_path: Path) -> None:
     norm = torch.full((256,), float("nan"), dtype=torch.bfloat16)
     folder = drafter_with(tmp_path / "drafter", {}, **{"norm.weight": norm})
     path = ("--speculative-draft-model-path", str(folder))
-    status, output = fails_to_start(*DFLASH, *path)
+    status, output = fails_to_start(tmp_path / "log", *DFLASH, *path)
     assert status != 0
     assert f"The drafter {folder} gives logits that are not finite in float32" in output
 

@@ -22,6 +22,9 @@ LEAN = (
     *("--mode", "sampling", "--limit", "2", "--runs", "256", "--positions", "8"),
     *("--setting", '{"temperature": 0.8}', "--setting", '{"temperature": 0.8, "top_p": 0.95}'),
 )
+# All of it in `make test-long`; elsewhere one setting, and one prompt where a test is expected to pass.
+HALF, QUARTER = LEAN[:-2], (*LEAN[:-2], "--limit", "1")
+FULL = pytest.param(LEAN, marks=pytest.mark.long)
 FAULTY = "sglang_dflash.losslessness.faulty_server"
 
 Compare = Callable[..., tuple[int, dict]]
@@ -99,6 +102,7 @@ def test_wrong_ends(plain: Server, tokenizer, prompts: list[str]) -> None:
     assert follow(client, 3, ids, cut) == ([], None)
 
 
+@pytest.mark.command
 def test_broken_accept_rule_fails(compare: Compare, logs: Path, monkeypatch, capsys) -> None:
     """The tool starts both servers itself, the speculative one with a fault."""
     for name, value in harness.environment(**harness.WORKERS[CHOSEN_WORKERS[-1]]).items():
@@ -126,27 +130,32 @@ def biased(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         yield server
 
 
-def test_biased_sampler_fails(biased: Server, plain: Server, compare: Compare) -> None:
+@pytest.mark.parametrize("size", [HALF, FULL], ids=["half", "full"])
+def test_biased_sampler_fails(
+    biased: Server, plain: Server, compare: Compare, size: tuple[str, ...]
+) -> None:
     """It decodes greedily as it should; when it samples, it is found out."""
     assert "fault: sampler" in biased.log.read_text()
     servers = (*urls(biased, plain), "--any-server")
     assert compare(OPENINGS, *servers, "--mode", "greedy", "--limit", "4")[0] == PASSED
-    status, report = compare(OPENINGS, *servers, *LEAN)
+    status, report = compare(OPENINGS, *servers, *size)
     assert status == FAILED
     assert report["sampling"]["null"]["accepted"]
     assert report["sampling"]["test"]["confirmed"] > 0
 
 
-def test_plain_sampling_passes(plain: Server, compare: Compare) -> None:
-    status, report = compare(OPENINGS, *urls(plain, plain), "--any-server", *LEAN)
+@pytest.mark.parametrize("size", [QUARTER, FULL], ids=["quarter", "full"])
+def test_plain_sampling_passes(plain: Server, compare: Compare, size: tuple[str, ...]) -> None:
+    status, report = compare(OPENINGS, *urls(plain, plain), "--any-server", *size)
     assert status == PASSED
     for arm in ("null", "test"):
-        # 4 cells with 8 tokens, 7 pairs and 3 of whole runs; each opening fixes a token or two.
-        assert report["sampling"][arm]["hypotheses"] > 50
+        # 1 or 4 cells with 8 tokens, 7 pairs and 3 of whole runs; each opening fixes a token or two.
+        assert report["sampling"][arm]["hypotheses"] > (12 if size is QUARTER else 50)
 
 
-def test_sampling(dflash: Server, plain: Server, compare: Compare) -> None:
-    status, report = compare(OPENINGS, *urls(dflash, plain), *LEAN)
+@pytest.mark.parametrize("size", [QUARTER, FULL], ids=["quarter", "full"])
+def test_sampling(dflash: Server, plain: Server, compare: Compare, size: tuple[str, ...]) -> None:
+    status, report = compare(OPENINGS, *urls(dflash, plain), *size)
     assert status == PASSED
     assert all(length > 1 for length in report["sampling"]["accept_lengths"])
 

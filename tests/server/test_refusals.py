@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,12 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_start(broken: Path) -> None:
-    """A command that is refused prints the sentence last, no traceback, and exits non-zero."""
+@pytest.mark.command
+def test_start(broken: Path, tmp_path: Path) -> None:
+    """A command that is refused prints the sentence last, no traceback, and exits non-zero.
+
+    The first as a command; the others only need the arguments to be looked at.
+    """
     path = "--speculative-draft-model-path"
     refused = {
         (*DFLASH, path, "/nowhere/drafter"): f"error: {path} /nowhere/drafter is not a folder",
@@ -90,10 +93,10 @@ def test_start(broken: Path) -> None:
             *("--speculative-dflash-block-size", "8", "--speculative-num-draft-tokens", "9"),
         ): "error: --speculative-dflash-block-size 8 and --speculative-num-draft-tokens 9 mean",
     }
-    with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda arguments: fails_to_start(*arguments), refused)
-        for (status, output), sentence in zip(results, refused.values(), strict=True):
-            last = output.strip().splitlines()[-1]
-            assert status == 1, output
-            assert last.startswith(sentence) and last.endswith("."), output
-            assert "Traceback" not in output
+    for number, (arguments, sentence) in enumerate(refused.items()):
+        log = tmp_path / f"{number}.log"
+        status, output = fails_to_start(log, *arguments, by_itself=number == 0)
+        last = output.strip().splitlines()[-1]
+        assert status == 1, output
+        assert last.startswith(sentence) and last.endswith("."), output
+        assert "Traceback" not in output

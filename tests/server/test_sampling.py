@@ -36,8 +36,9 @@ def test_accept_length_when_sampling(dflash: Server, prompts: list[str]) -> None
     assert accept_length(answers) > 5
 
 
+@pytest.mark.parametrize("asked", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_acceptance_is_the_target_probability(
-    dflash: Server, plain: Server, prompts: list[str], tokenizer
+    dflash: Server, plain: Server, prompts: list[str], tokenizer, asked: int
 ) -> None:
     """A drafted token is accepted as often as the target draws it.
 
@@ -45,7 +46,7 @@ def test_acceptance_is_the_target_probability(
     probability, which plain decoding reports.
     """
     tested = 0
-    for prompt in prompts[100:106]:
+    for prompt in prompts[100 : 100 + asked]:
         ids = tokenizer.encode(prompt)
         runs = dflash.post(
             "/generate",

@@ -1,6 +1,7 @@
 """How a server ends: told to, killed in parts, killed whole; with a full disk; and the next one on its port.
 
-Every server here starts on the port of the one before, which had a connection open when it ended.
+Every server here starts on the port of the one before, which had a connection open when it ended. All are commands
+of their own, not forked by the tests, but the one that the system ends without asking it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import requests
 from tests.server.checks import assert_same, assert_speculated, check
 from tests.server.harness import CHOSEN_WORKERS, Server, free_port, group_lives, running
 
+pytestmark = pytest.mark.command
+
 END_SECONDS = 20  # of which the release waits 2 for clients that may have left
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
@@ -34,9 +37,11 @@ def port() -> int:
 
 
 @contextmanager
-def started(logs: Path, port: int, worker: str, output: Path | None = None) -> Iterator[Server]:
+def started(
+    logs: Path, port: int, worker: str, output: Path | None = None, by_itself: bool = True
+) -> Iterator[Server]:
     log = logs / f"shutdown-{time.monotonic_ns()}.log"
-    with running(log, worker=worker, port=port, output=output) as server:
+    with running(log, worker=worker, port=port, output=output, by_itself=by_itself) as server:
         yield server
 
 
@@ -57,7 +62,7 @@ def test_killed(
     logs: Path, port: int, plain: Server, prompts: list[str], worker: str, victim: str
 ) -> None:
     """Requests get an end, not silence, and whoever started the server sees a status that is not 0."""
-    with started(logs, port, worker) as server:
+    with started(logs, port, worker, by_itself=victim != "everything") as server:
         check(server, plain, prompts[0], max_new_tokens=40)
         stream = server.stream(prompts[1], **LONG)
         next(stream)

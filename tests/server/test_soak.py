@@ -1,4 +1,4 @@
-"""A minute of random requests, valid and malformed, on each worker; and that a soak sees trouble."""
+"""Random requests, valid and malformed, on each worker; and that a soak sees trouble."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from tests.server.harness import PAIR, Server
 PROMPTS = PAIR / "data" / "test.jsonl"
 
 
-def test_soak(dflash: Server, plain: Server) -> None:
+@pytest.mark.parametrize(
+    "bound",
+    [("--requests", "250"), pytest.param(("--seconds", "60"), marks=pytest.mark.long)],
+    ids=" ".join,
+)
+def test_soak(dflash: Server, plain: Server, bound: tuple[str, str]) -> None:
     """No answer wrong, none missing, all slots free after every wave; all kinds of ends seen."""
-    options = parse([dflash.url, "--seconds", "60", "--malformed", "0.25"])
+    options = parse([dflash.url, *bound, "--malformed", "0.25"])
     options.pid = dflash.process.pid
     mix = mix_for(dflash.url, PROMPTS, seed=3)
     report = soak(Client(dflash.url, plain.url), mix, options)

@@ -26,6 +26,8 @@ from tests.server.harness import (
     environment,
 )
 
+pytestmark = pytest.mark.command
+
 QUESTIONS = 32
 SECONDS = 280
 CONCURRENCIES = (2, 8)
@@ -69,11 +71,22 @@ def servers(output: Path) -> list[psutil.Process]:
     return found
 
 
+# A sweep of plain decoding and one worker starts three servers, one of both starts four.
+@pytest.fixture(
+    params=[CHOSEN_WORKERS[-1:], pytest.param(CHOSEN_WORKERS, marks=pytest.mark.long)],
+    ids=",".join,
+)
+def workers(request: pytest.FixtureRequest) -> list[str]:
+    return request.param
+
+
 @pytest.fixture
-def expected(tmp_path: Path, plain: Server, _servers: Callable[[str, str], Server]) -> list[dict]:
+def expected(
+    tmp_path: Path, plain: Server, workers: list[str], _servers: Callable[[str, str], Server]
+) -> list[dict]:
     """Rows of sweeps that nobody interrupts, on the servers of the other tests."""
     output = tmp_path / "whole.jsonl"
-    for worker in (None, *CHOSEN_WORKERS):
+    for worker in (None, *workers):
         url = plain.url if worker is None else _servers(worker, "page1").url
         label = () if worker is None else ("--workers", worker)
         given = [*arguments(output), "--base-url", url, *label, "--resume"]
@@ -82,8 +95,8 @@ def expected(tmp_path: Path, plain: Server, _servers: Callable[[str, str], Serve
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="batches of a GPU round in other ways each time")
-def test_killed_and_resumed(tmp_path: Path, expected: list[dict]) -> None:
-    arms = [(arm, c) for arm in ("baseline", *CHOSEN_WORKERS) for c in CONCURRENCIES]
+def test_killed_and_resumed(tmp_path: Path, workers: list[str], expected: list[dict]) -> None:
+    arms = [(arm, c) for arm in ("baseline", *workers) for c in CONCURRENCIES]
     assert [(row["arm"], row["concurrency"]) for row in expected] == arms
     assert {row["answers_sha256"] for row in expected} == {expected[0]["answers_sha256"]}
     assert all(row["accuracy"] > 0.9 and row["questions"] == QUESTIONS for row in expected)
@@ -95,8 +108,8 @@ def test_killed_and_resumed(tmp_path: Path, expected: list[dict]) -> None:
         assert committed >= row["completion_tokens"] - QUESTIONS
 
     torn = tmp_path / "torn.jsonl"
-    workers = ("--workers", ",".join(CHOSEN_WORKERS))
-    killed = sweep(torn, *workers)
+    chosen = ("--workers", ",".join(workers))
+    killed = sweep(torn, *chosen)
     deadline = time.monotonic() + SECONDS
     while len(rows(torn)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -106,7 +119,7 @@ def test_killed_and_resumed(tmp_path: Path, expected: list[dict]) -> None:
     assert killed.returncode == 130 and f"3 of {len(arms)} cells are in" in output, output
     assert servers(torn) == [] and len(rows(torn)) == 3
 
-    resumed = sweep(torn, *workers, "--resume")
+    resumed = sweep(torn, *chosen, "--resume")
     output, _ = resumed.communicate(timeout=SECONDS)
     assert resumed.returncode == 0, output
     assert f"resumed: 3 of {len(arms)} cells are there already" in output

@@ -2,14 +2,25 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
-import torch
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not torch.cuda.is_available():
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+@cache
+def choose_device() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Before the first module of tests; the process that only hands them out imports nothing."""
+    choose_device()
 
 
 @pytest.fixture(scope="session")
