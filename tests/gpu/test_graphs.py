@@ -24,23 +24,22 @@ def fallbacks(server: Server) -> int:
     return int(sum(map(float, found)))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 0.7}, {"logit_bias": {"300": 5.0}}, {"min_new_tokens": 5}],
-    ids=lambda sampling: next(iter(sampling)),
-)
+KINDS = ({"temperature": 0.7}, {"logit_bias": {"300": 5.0}}, {"min_new_tokens": 5})
+
+
 @pytest.mark.parametrize("worker", CHOSEN_WORKERS)
-def test_who_has_left_gives_the_graphs_back(
-    worker: str, sampling: dict, logs: Path, prompts: list[str]
-) -> None:
+def test_who_has_left_gives_the_graphs_back(worker: str, logs: Path, prompts: list[str]) -> None:
     """A short request that draws beside long greedy ones costs them the rounds that it lives, no more."""
-    log = logs / f"graphs-{worker}.log"
+    log, long = logs / f"graphs-{worker}.log", {"max_new_tokens": 1500, "ignore_eos": True}
     with running(log, *ARGUMENTS, worker=worker) as server, ThreadPoolExecutor(4) as pool:
-        long = {"max_new_tokens": 1500, "ignore_eos": True}
-        greedy = [pool.submit(server.generate, prompt, **long) for prompt in prompts[:3]]
-        short = {"max_new_tokens": 20, "ignore_eos": True} | sampling
-        drawn = pool.submit(server.generate, prompts[3], **short).result()["meta_info"]
-        rounds = [each.result()["meta_info"]["spec_verify_ct"] for each in greedy]
-        assert 0 < fallbacks(server) <= drawn["spec_verify_ct"] + 2
-        assert min(rounds) > 10 * drawn["spec_verify_ct"]
+        for sampling in KINDS:
+            before = fallbacks(server)
+            greedy = [pool.submit(server.generate, prompt, **long) for prompt in prompts[:3]]
+            short = {"max_new_tokens": 20, "ignore_eos": True} | sampling
+            drawn = server.generate(prompts[3], **short)["meta_info"]["spec_verify_ct"]
+            rounds = [each.result()["meta_info"]["spec_verify_ct"] for each in greedy]
+            cost = fallbacks(server) - before
+            print(worker, sampling, "rounds", rounds, "drawn", drawn, "kernel by kernel", cost)
+            assert 0 < cost <= drawn + 2
+            assert min(rounds) > 10 * drawn
         server.check_idle()
