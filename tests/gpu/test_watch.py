@@ -74,3 +74,24 @@ def test_ranks_agree(
         while not (lines := seen(log)) or lines[-1]["rounds"] < 10_000:
             server.generate_all(prompts[:200], concurrency=2)
     assert lines[-1]["disagreements"] == 0
+
+
+@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+def test_ranks_agree_on_draws(worker: str, logs: Path, prompts: list[str]) -> None:
+    """Though each has random numbers of its own: what the first rank drew is what all commit."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    log = logs / f"draws-{worker}.log"
+    with running(
+        log,
+        *("--tp-size", "2"),
+        worker=worker,
+        launcher=("tests.gpu.own_seeds",),
+        SGLANG_DFLASH_WATCH="20",
+    ) as server:
+        for concurrency in (1, 8):
+            answers = server.generate_all(prompts[:64], concurrency=concurrency, temperature=0.8)
+            assert accept_length(answers) > 2
+        server.check_idle()
+    assert seen(log)[-1]["rounds"] > 400
+    assert seen(log)[-1]["disagreements"] == 0
