@@ -31,7 +31,7 @@ def poison(plain_answers: list[list[int]]) -> int:
 
 @pytest.fixture(scope="module")
 def plain_answers(_plain: Server, prompts: list[str]) -> list[list[int]]:
-    return [_plain.reference(prompt)["output_ids"] for prompt in prompts[:ASKED]]
+    return [answer["output_ids"] for answer in _plain.references(prompts[:ASKED])]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from tests.server.checks import accept_length, assert_same
@@ -20,8 +18,7 @@ def final_number(text: str) -> str:
 
 @pytest.fixture(params=PROBLEMS)
 def expected(request: pytest.FixtureRequest, plain: Server, prompts: list[str]) -> list[dict]:
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(plain.reference, prompts[: request.param]))
+    return plain.references(prompts[: request.param])
 
 
 def check_answers(answers: list[dict], expected: list[dict], problems: list[dict]) -> None:
