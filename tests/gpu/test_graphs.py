@@ -11,7 +11,10 @@ import pytest
 from tests.server.harness import CHOSEN_WORKERS, Server, running
 
 # Blocks of two tokens make so many rounds that those of a short drawn request are few.
-ARGUMENTS = ("--enable-metrics", "--speculative-dflash-block-size", "2")
+ARGUMENTS = (
+    *("--enable-metrics", "--speculative-dflash-block-size", "2"),
+    *("--sampling-backend", "pytorch"),  # which has no kernels to compile in the middle
+)
 
 
 def fallbacks(server: Server) -> int:

@@ -81,17 +81,21 @@ def test_ranks_agree_on_draws(worker: str, logs: Path, prompts: list[str]) -> No
     """Though each has random numbers of its own: what the first rank drew is what all commit."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    log = logs / f"draws-{worker}.log"
+    log, arguments = (
+        logs / f"draws-{worker}.log",
+        ("--tp-size", "2", "--sampling-backend", "pytorch"),
+    )
+    # At a temperature at which the target is of many minds, which at usual ones it is not.
+    drawn = {"temperature": 3.0, "max_new_tokens": 100, "ignore_eos": True}
     with running(
         log,
-        *("--tp-size", "2"),
+        *arguments,
         worker=worker,
         launcher=("tests.gpu.own_seeds",),
         SGLANG_DFLASH_WATCH="20",
     ) as server:
-        for concurrency in (1, 8):
-            answers = server.generate_all(prompts[:64], concurrency=concurrency, temperature=0.8)
-            assert accept_length(answers) > 2
+        answers = server.generate_all(prompts[:48], concurrency=16, **drawn)
+        assert len({tuple(answer["output_ids"]) for answer in answers}) == len(answers)
         server.check_idle()
-    assert seen(log)[-1]["rounds"] > 400
+    assert seen(log)[-1]["rounds"] > 200
     assert seen(log)[-1]["disagreements"] == 0
