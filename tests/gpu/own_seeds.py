@@ -13,12 +13,11 @@ from typing import Any
 def run_scheduler(*arguments: Any, **more: Any) -> Any:
     """Stands for SGLang's `run_scheduler_process`, in the process that it runs in."""
     import torch.distributed as dist
-    from sglang.srt.managers import tp_worker
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers import scheduler
 
-    seed = tp_worker.set_random_seed
-    tp_worker.set_random_seed = lambda number: seed(number + dist.get_rank())
-    return run_scheduler_process(*arguments, **more)
+    seed = scheduler.set_random_seed  # the last that a scheduler calls
+    scheduler.set_random_seed = lambda number: seed(number + dist.get_rank())
+    return scheduler.run_scheduler_process(*arguments, **more)
 
 
 if __name__ == "__main__":
