@@ -112,7 +112,8 @@ def test_waiting_rounds(dflash: Server, prompts: list[str]) -> None:
 
 def test_loads(dflash: Server, prompts: list[str]) -> None:
     """What `/v1/loads` says of the scheduler, beside `/metrics` that count its requests."""
-    dflash.generate_all(prompts[:30], concurrency=1, max_new_tokens=20)  # 40 rounds are counted at once
+    # More rounds than there are between two lines of the log, when they are counted.
+    dflash.generate_all(prompts[:30], concurrency=1, max_new_tokens=20)
     response = dflash.get("/v1/loads")
     assert response.status_code == 200, response.text
     (load,) = response.json()["loads"]
