@@ -120,7 +120,17 @@ def test_help_names_the_options_of_a_target():
     for target, recipe in recipes:
         recipe = recipe.replace("$(LAUNCH)", "$(MODEL) $(PORT)").replace("$(DFLASH)", "$(DRAFT)")
         told = re.search(rf"^  {target} .*", listed, re.M)
-        for option in ("PORT", "MODEL", "DRAFT", "ARGS", "PROMPTS", "COMPARE", "JOBS", "SWEEP", "TO"):
+        for option in (
+            "PORT",
+            "MODEL",
+            "DRAFT",
+            "ARGS",
+            "PROMPTS",
+            "COMPARE",
+            "JOBS",
+            "SWEEP",
+            "TO",
+        ):
             if f"$({option})" in recipe:
                 assert option in told[0], (target, option)
 

@@ -79,7 +79,9 @@ def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_refused(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     status, printed, error = inspect(TARGET, capsys=capsys)
     assert (status, printed) == (REFUSED, {})
-    assert "is not a DFlash checkpoint" in error and error.endswith("give a DFlash drafter as PATH.\n")
+    assert "is not a DFlash checkpoint" in error and error.endswith(
+        "give a DFlash drafter as PATH.\n"
+    )
     status, _, error = inspect(tmp_path / "none", capsys=capsys)
     assert status == REFUSED and error.startswith(f"error: PATH {tmp_path}/none is not a folder")
     status, _, error = inspect(save(tmp_path, raw), capsys=capsys)
