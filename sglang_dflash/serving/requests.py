@@ -28,7 +28,7 @@ _WITHOUT = "leave it out, or start the server without --speculative-algorithm DF
 # Request field, the values that ask for nothing.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (None, False),
-    "lora_path": (None,),
+    "lora_path": (None, ""),
     "image_data": (None, []),
     "video_data": (None, []),
     "audio_data": (None, []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.checks import assert_same, assert_speculated, check, inside_a_span, rounds
-from tests.server.harness import Server
+from tests.server.harness import Server, generate_body
 
 
 def test_one_token(either: Server, plain: Server, prompts: list[str]) -> None:
@@ -89,3 +89,16 @@ def test_two_limits_in_one_batch(either: Server, plain: Server, prompts: list[st
         assert_same(answer, expected)
         if limit > 16:
             assert_speculated(answer)
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprob_start_len": 0, "top_logprobs_num": 2}])
+def test_no_new_tokens(either: Server, plain: Server, prompts: list[str], asked: dict) -> None:
+    """With log-probabilities, `max_new_tokens` 0 asks for those of the prompt."""
+    body = generate_body(prompts[0], max_new_tokens=0) | {"return_logprob": True} | asked
+    either.post("/flush_cache")
+    plain.post("/flush_cache")
+    answer, expected = (server.post("/generate", body).json() for server in (either, plain))
+    assert_same(answer, expected)
+    for name, value in expected["meta_info"].items():
+        if "logprobs" in name:
+            assert answer["meta_info"][name] == value, name

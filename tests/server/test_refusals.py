@@ -39,12 +39,52 @@ def test_request(
     check(dflash, plain, prompts[0], max_new_tokens=20)
 
 
-def test_stream(dflash: Server, plain: Server, prompts: list[str]) -> None:
-    """The release has answered 200 by the time it looks at the request; the error is an event."""
-    body = generate_body(prompts[0]) | PICTURE | {"stream": True}
-    (event,) = events(dflash.post("/generate", body, stream=True))
-    assert_sentence(event["error"]["message"], "image_data")
+MESSAGES = {"messages": [{"role": "user", "content": "How many?"}]}
+STREAMS = {
+    "/generate": {"text": "How many?"},
+    "/v1/completions": {"model": "default", "prompt": "How many?"},
+    "/v1/chat/completions": {"model": "default"} | MESSAGES,
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"max_new_tokens": 10**6, "max_tokens": 10**6},
+        {"ebnf": "root ::="},
+    ],
+    ids=["parameter", "length", "grammar"],
+)
+def test_stream(dflash: Server, path: str, wrong: dict) -> None:
+    """The status and the sentence are those that the same request has without a stream."""
+    if path == "/generate":
+        wrong = {"sampling_params": {name: wrong[name] for name in wrong if name != "max_tokens"}}
+    whole, streamed = (
+        dflash.post(path, STREAMS[path] | wrong | {"stream": stream}) for stream in (False, True)
+    )
+    assert whole.status_code == streamed.status_code == 400, streamed.text
+    assert streamed.json() == whole.json()
+
+
+def test_stream_of_a_batch(dflash: Server, plain: Server, prompts: list[str]) -> None:
+    """What is refused of one is refused of all; what is served comes as it did."""
+    body = {"text": prompts[:2], "stream": True, "sampling_params": {"max_new_tokens": 4}}
+    pictures = {"image_data": [None, "picture.png"]}
+    assert_refused(dflash.post("/generate", body | pictures), "image_data")
+    chunks = list(events(dflash.post("/generate", body, stream=True)))
+    assert {chunk["index"] for chunk in chunks} == {0, 1}
     check(dflash, plain, prompts[0], max_new_tokens=20)
+
+
+def test_empty_adapter(dflash: Server, plain: Server, prompts: list[str]) -> None:
+    """An empty `lora_path` names none, as in the release; a name is refused."""
+    body = generate_body(prompts[0], max_new_tokens=20)
+    for empty in ({"lora_path": ""}, {"lora_path": None}):
+        answer = dflash.post("/generate", body | empty).json()
+        assert answer["output_ids"] == plain.reference(prompts[0], max_new_tokens=20)["output_ids"]
+    assert_refused(dflash.post("/generate", body | {"lora_path": "somewhere"}), "lora_path")
 
 
 def test_one_bad_request_of_a_batch(dflash: Server, plain: Server, prompts: list[str]) -> None:
