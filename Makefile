@@ -41,7 +41,7 @@ ACCEL  := $(ACCEL)
 export BUILD
 QUEUE   = $(PYTHON) -m patches
 BIN     = $(VENV)/bin
-PYTEST  = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST  = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=10
 LAUNCH  = exec env $(ENV_$(ACCEL)) $(BIN)/python -m sglang.launch_server --model-path $(MODEL) \
 	--port $(PORT) $(SERVER_$(ACCEL))
 DFLASH  = --speculative-algorithm DFLASH --speculative-draft-model-path $(DRAFT)

@@ -121,7 +121,7 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     """
     args, target = runner.server_args, runner.model_config
     config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-    # The draft model runs and stores its K/V in the target's dtype (see worker.py).
+    # The draft model runs and stores its K/V in the target's dtype (see drafter/load.py).
     itemsize = torch.finfo(target.dtype).bits // 8
     rounds = round_buffers(args, config, target.vocab_size, itemsize)
     positions = rope_positions(args, target.context_len)
