@@ -62,7 +62,7 @@ def test_killed(
     logs: Path, port: int, plain: Server, prompts: list[str], worker: str, victim: str
 ) -> None:
     """Requests get an end, not silence, and whoever started the server sees a status that is not 0."""
-    with started(logs, port, worker, by_itself=victim != "everything") as server:
+    with started(logs, port, worker, by_itself=victim == "scheduler") as server:
         check(server, plain, prompts[0], max_new_tokens=40)
         stream = server.stream(prompts[1], **LONG)
         next(stream)
