@@ -29,6 +29,11 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_double_sparsity", (False,), "verification needs full attention"),
     ("enable_hisparse", (False,), "verification needs full attention"),
     ("enable_pdmux", (False,), "prefill and decode do not share a step"),
+    (
+        "enable_attn_tp_input_scattered",
+        (False,),
+        "tapped hidden states would be one rank's part",
+    ),
     ("enable_memory_saver", (False,), "only the target's weights are put back"),
     ("dllm_algorithm", (None,), "the target must be autoregressive"),
     ("enable_multi_layer_eagle", (False,), "it belongs to EAGLE"),

@@ -130,6 +130,8 @@ def biased(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         yield server
 
 
+# What finds it is tried on simulated draws in `make test` (tests/unit/test_permutation.py).
+@pytest.mark.long
 @pytest.mark.parametrize("size", [HALF, FULL], ids=["half", "full"])
 def test_biased_sampler_fails(
     biased: Server, plain: Server, compare: Compare, size: tuple[str, ...]

@@ -24,7 +24,7 @@ CARELESS = {
 # Each size once; the larger with overlap, whose reservations end inside a page.
 PAGES = {"v1": "1", "v2": "16"}
 BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
-ANSWER, REQUESTS, RETRACTIONS = 120, 64, 50
+ANSWER, REQUESTS, RETRACTIONS = 120, 32, 20
 
 
 @pytest.fixture(scope="module", params=CHOSEN_WORKERS)

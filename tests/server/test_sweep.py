@@ -71,6 +71,9 @@ def servers(output: Path) -> list[psutil.Process]:
     return found
 
 
+exact = pytest.mark.skipif(DEVICE != "cpu", reason="batches of a GPU round in other ways each time")
+
+
 # A sweep of plain decoding and one worker starts three servers, one of both starts four.
 @pytest.fixture(
     params=[CHOSEN_WORKERS[-1:], pytest.param(CHOSEN_WORKERS, marks=pytest.mark.long)],
@@ -94,9 +97,13 @@ def expected(
     return rows(output)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="batches of a GPU round in other ways each time")
-def test_killed_and_resumed(tmp_path: Path, workers: list[str], expected: list[dict]) -> None:
-    arms = [(arm, c) for arm in ("baseline", *workers) for c in CONCURRENCIES]
+def arms_of(workers: list[str]) -> list[tuple[str, int]]:
+    return [(arm, c) for arm in ("baseline", *workers) for c in CONCURRENCIES]
+
+
+@exact
+def test_on_servers_that_run(workers: list[str], expected: list[dict]) -> None:
+    arms = arms_of(workers)
     assert [(row["arm"], row["concurrency"]) for row in expected] == arms
     assert {row["answers_sha256"] for row in expected} == {expected[0]["answers_sha256"]}
     assert all(row["accuracy"] > 0.9 and row["questions"] == QUESTIONS for row in expected)
@@ -107,6 +114,11 @@ def test_killed_and_resumed(tmp_path: Path, workers: list[str], expected: list[d
         committed = sum(steps * (accepted + 1) for accepted, steps in enumerate(histogram))
         assert committed >= row["completion_tokens"] - QUESTIONS
 
+
+@exact
+@pytest.mark.long  # four starts of servers as commands
+def test_killed_and_resumed(tmp_path: Path, workers: list[str], expected: list[dict]) -> None:
+    arms = arms_of(workers)
     torn = tmp_path / "torn.jsonl"
     chosen = ("--workers", ",".join(workers))
     killed = sweep(torn, *chosen)
