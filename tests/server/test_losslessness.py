@@ -26,6 +26,7 @@ LEAN = (
 HALF, QUARTER = LEAN[:-2], (*LEAN[:-2], "--limit", "1")
 FULL = pytest.param(LEAN, marks=pytest.mark.long)
 FAULTY = "sglang_dflash.losslessness.faulty_server"
+BROKEN = "THIS SERVER IS BROKEN ON PURPOSE (fault: accept)"
 
 Compare = Callable[..., tuple[int, dict]]
 
@@ -102,9 +103,25 @@ def test_wrong_ends(plain: Server, tokenizer, prompts: list[str]) -> None:
     assert follow(client, 3, ids, cut) == ([], None)
 
 
+def test_broken_accept_rule_fails(plain: Server, compare: Compare, logs: Path, capsys) -> None:
+    log, worker = logs / "accept.log", CHOSEN_WORKERS[-1]
+    with running(log, worker=worker, launcher=(FAULTY, "accept")) as broken:
+        given = (*urls(broken, plain), "--mode", "greedy", "--limit", "4")
+        status, report = compare(PROBLEMS, *given)
+    assert_not_lossless(status, report, capsys)
+    assert BROKEN in log.read_text()
+
+
+def assert_not_lossless(status: int, report: dict, capsys) -> None:
+    assert status == FAILED
+    assert report["greedy"]["failures"] > 4
+    assert "Verdict: NOT lossless" in capsys.readouterr().out
+
+
 @pytest.mark.command
-def test_broken_accept_rule_fails(compare: Compare, logs: Path, monkeypatch, capsys) -> None:
-    """The tool starts both servers itself, the speculative one with a fault."""
+@pytest.mark.long  # two starts of servers as commands
+def test_servers_that_the_tool_starts(compare: Compare, logs: Path, monkeypatch, capsys) -> None:
+    """The speculative one with a fault, so that it is known to be the one that was asked."""
     for name, value in harness.environment(**harness.WORKERS[CHOSEN_WORKERS[-1]]).items():
         monkeypatch.setenv(name, value)
     machine, _ = harness._MACHINE[harness.DEVICE]
@@ -114,11 +131,8 @@ def test_broken_accept_rule_fails(compare: Compare, logs: Path, monkeypatch, cap
         *("--mode", "greedy", "--limit", "4", "--logs", str(logs / "accept")),
         *("--", *machine, "--max-total-tokens", "20000", "--sleep-on-idle"),
     )
-    assert status == FAILED
-    assert report["greedy"]["failures"] > 4
-    assert "Verdict: NOT lossless" in capsys.readouterr().out
-    log = (logs / "accept" / "speculative.log").read_text()
-    assert "THIS SERVER IS BROKEN ON PURPOSE (fault: accept)" in log
+    assert_not_lossless(status, report, capsys)
+    assert BROKEN in (logs / "accept" / "speculative.log").read_text()
     assert "BROKEN" not in (logs / "accept" / "plain.log").read_text()
 
 

@@ -1,7 +1,7 @@
 """How a server ends: told to, killed in parts, killed whole; with a full disk; and the next one on its port.
 
-Every server here starts on the port of the one before, which had a connection open when it ended. All are commands
-of their own, not forked by the tests, but the one that the system ends without asking it.
+Every server here starts on the port of the one before, which had a connection open when it ended. One that is told
+to end is a command of its own, the others are forked by the tests; in `make test-long` each is a command.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ END_SECONDS = 20  # of which the release waits 2 for clients that may have left
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
 
+EACH_WAY = [
+    pytest.param(False, id="forked"),
+    pytest.param(True, id="command", marks=pytest.mark.long),
+]
 # Which worker does not matter to most of this, so they take turns.
 FIRST, SECOND = CHOSEN_WORKERS[0], CHOSEN_WORKERS[-1]
 
@@ -38,7 +42,7 @@ def port() -> int:
 
 @contextmanager
 def started(
-    logs: Path, port: int, worker: str, output: Path | None = None, by_itself: bool = True
+    logs: Path, port: int, worker: str, by_itself: bool, output: Path | None = None
 ) -> Iterator[Server]:
     log = logs / f"shutdown-{time.monotonic_ns()}.log"
     with running(log, worker=worker, port=port, output=output, by_itself=by_itself) as server:
@@ -58,11 +62,18 @@ def ended(server: Server, within: float = END_SECONDS) -> int:
 @pytest.mark.parametrize(
     ("worker", "victim"), [(FIRST, "everything"), (SECOND, "scheduler"), (FIRST, "detokenizer")]
 )
+@pytest.mark.parametrize("by_itself", EACH_WAY)
 def test_killed(
-    logs: Path, port: int, plain: Server, prompts: list[str], worker: str, victim: str
+    logs: Path,
+    port: int,
+    plain: Server,
+    prompts: list[str],
+    worker: str,
+    victim: str,
+    by_itself: bool,
 ) -> None:
     """Requests get an end, not silence, and whoever started the server sees a status that is not 0."""
-    with started(logs, port, worker, by_itself=victim == "scheduler") as server:
+    with started(logs, port, worker, by_itself) as server:
         check(server, plain, prompts[0], max_new_tokens=40)
         stream = server.stream(prompts[1], **LONG)
         next(stream)
@@ -77,16 +88,29 @@ def test_killed(
         assert ended(server) != 0
 
 
-@pytest.mark.parametrize(("worker", "disk"), [(SECOND, "full"), (FIRST, "free")])
+@pytest.mark.parametrize(
+    ("worker", "disk", "by_itself"),
+    [
+        pytest.param(SECOND, "full", True),
+        pytest.param(FIRST, "free", False),
+        pytest.param(FIRST, "free", True, marks=pytest.mark.long),
+    ],
+)
 def test_sigterm(
-    logs: Path, port: int, plain: Server, prompts: list[str], worker: str, disk: str
+    logs: Path,
+    port: int,
+    plain: Server,
+    prompts: list[str],
+    worker: str,
+    disk: str,
+    by_itself: bool,
 ) -> None:
     """Who is served gets a whole answer; nobody new is served; the status is 0.
 
     One of the servers has no room for its log from the start.
     """
     output = Path("/dev/full") if disk == "full" else None
-    with started(logs, port, worker, output) as server, ThreadPoolExecutor(1) as pool:
+    with started(logs, port, worker, by_itself, output) as server, ThreadPoolExecutor(1) as pool:
         check(server, plain, prompts[0], max_new_tokens=40)
         refuse_some(server, prompts)
         while server.load()["num_reqs"]:  # one that was left is not one of the two below
