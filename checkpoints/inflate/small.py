@@ -115,8 +115,11 @@ def read_target(folder: Path) -> Small:
 
 def read_drafter(folder: Path, target: Small) -> SmallDrafter:
     """Raises `DFlashError` if the drafter is not there, cannot be inflated, or was trained for another target."""
+    if not folder.is_dir():
+        raise DFlashError(
+            f"--drafter {folder} is not a folder: give that of a trained drafter, such as checkpoints/tiny/drafter."
+        )
     config = load_config(str(folder), flag="--drafter")
-    folder = Path(config.path)
     if config.format != "z-lab":
         raise _cannot(folder, f"is in {config.format} format", "give it in z-lab's")
     if config.own_embedding or config.own_head:

@@ -25,7 +25,7 @@ CONSTANT, GAIN, AGAINST = 2.0**-12, 2.0**12, 2.0**17
 class Filler:
     """Random weights: pieces of one table of normal numbers, because copying is faster than drawing."""
 
-    SIZE = 1 << 24
+    SIZE = 1 << 22
 
     def __init__(self, seed: int):
         self._generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmark.shapes import SHAPES, TINY, Shape, drafter_config, read_config, target_config
@@ -84,7 +84,10 @@ def small_llama(folder: Path) -> tuple[Path, Path]:
     dflash = {"mask_token_id": 3, "target_layer_ids": [3, 1]}
     own = {"num_hidden_layers": 2, "num_target_layers": 5, "dflash_config": dflash}
     raw = zlab_config(**sizes | own)
-    return folder / "target", save_random(folder / "drafter", raw)
+    drafter = save_random(folder / "drafter", raw)
+    weights = {name: w.bfloat16() for name, w in load_file(drafter / "model.safetensors").items()}
+    save_file(weights, drafter / "model.safetensors")
+    return folder / "target", drafter
 
 
 @pytest.fixture(scope="module")
@@ -317,14 +320,14 @@ def change(folder: Path, **fields: Any) -> Path:
 
 REFUSALS: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--target", "nowhere"], "--target nowhere has no config.json that can be read"),
-    ({}, ["--drafter", "nowhere"], "--drafter nowhere is neither a folder nor"),
+    ({}, ["--drafter", "no/where"], "--drafter no/where is not a folder"),
     ({}, ["--drafter", str(TINY / "target")], "is not a DFlash checkpoint"),
     ({}, ["--shape", "llama-3.1-8b"], "--shape llama-3.1-8b is LlamaForCausalLM"),
     ({}, ["--drafter", str(TINY / "drafter")] * 2, "would have the name drafter"),
     ({"architectures": ["GPT2LMHeadModel"]}, [], "is GPT2LMHeadModel with model_type qwen3"),
     ({"intermediate_size": 700}, [], "are not those of its config.json, for example layers.0.mlp"),
     ({"attention_bias": True}, [], "has biases, which cannot be inflated"),
-    ({"num_hidden_layers": 5}, [], "are not those of its config.json"),
+    ({"num_hidden_layers": 5, "layer_types": None}, [], "for example layers.4.input_layernorm"),
     (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
         [],
@@ -350,6 +353,7 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> 
     monkeypatch.setattr("checkpoints.inflate.pair.shutil.disk_usage", lambda _: usage)
     assert main(["--shape", "qwen3-8b", "--out", str(tmp_path / "out")]) == 1
     assert "has 17.0 GB free, and the pair takes 18." in capsys.readouterr().err
+    monkeypatch.undo()
     (tmp_path / "out" / "target").mkdir(parents=True)  # which the refusal did not make
     assert main(["--shape", "qwen3-8b", "--out", str(tmp_path / "out")]) == 1
     assert "target is there already: remove it" in capsys.readouterr().err
