@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from benchmark.shapes import SHAPES, TINY
 from checkpoints.inflate.pair import inflate
 from sglang_dflash.errors import DFlashError
@@ -21,6 +23,7 @@ example: python -m checkpoints.inflate --shape qwen3-8b --out /tmp/qwen3-8b"""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 with one sentence on stderr."""
     args = _parser().parse_args(arguments)
+    torch.set_num_threads(1)  # more wait for each other over pieces of few megabytes
     drafters = args.drafter or [TINY / "drafter"]
     try:
         lines = inflate(SHAPES[args.shape], args.shape, args.target, drafters, args.out, args.seed)

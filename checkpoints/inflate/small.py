@@ -110,7 +110,7 @@ def read_target(folder: Path) -> Small:
             "again, or copy all of its files."
         )
     weights.setdefault(HEAD, weights[EMBEDDING])
-    return _small(Small, folder, raw, as_drafter, weights)
+    return _small(folder, raw, as_drafter, weights)
 
 
 def read_drafter(folder: Path, target: Small) -> SmallDrafter:
@@ -130,7 +130,7 @@ def read_drafter(folder: Path, target: Small) -> SmallDrafter:
     _check_plain(config)
     check_target(config, SimpleNamespace(**target.raw), target.size.vocab)
     raw = json.loads((folder / "config.json").read_text())
-    small = _small(Small, folder, raw, config, _weights(folder))
+    small = _small(folder, raw, config, _weights(folder))
     return SmallDrafter(**vars(small), config=config)
 
 
@@ -149,9 +149,7 @@ def _cannot(folder: Path, why: str, instead: str = "train one without") -> DFlas
     return DFlashError(f"{folder} {why}, which cannot be inflated: {instead}.")
 
 
-def _small(
-    kind: type, folder: Path, raw: dict[str, Any], config: DraftConfig, weights: dict
-) -> Small:
+def _small(folder: Path, raw: dict[str, Any], config: DraftConfig, weights: dict) -> Small:
     size = Size(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -163,7 +161,7 @@ def _small(
         experts=0,
         qk_norm=config.qk_norm,
     )
-    return kind(folder, raw, size, weights, config.rms_norm_eps, config.rope["rope_theta"])
+    return Small(folder, raw, size, weights, config.rms_norm_eps, config.rope["rope_theta"])
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -235,7 +235,9 @@ def test_checkpoint(pairs: Callable, tmp_path: Path) -> None:
     assert (folder / name).stat().st_mode & 0o777 == 0o644
 
 
-def test_several_drafters(tmp_path: Path) -> None:
+def test_several_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """The layers of the target lie so that all find what they read."""
     raw = json.loads((TINY / "drafter" / "config.json").read_text())
     dflash = {"mask_token_id": 3, "target_layer_ids": [2]}
@@ -243,7 +245,11 @@ def test_several_drafters(tmp_path: Path) -> None:
         tmp_path / "one",
         raw | {"num_hidden_layers": 1, "layer_types": None, "dflash_config": dflash},
     )
-    inflate(shape(DENSE), "x", TINY / "target", [TINY / "drafter", one], tmp_path / "out")
+    monkeypatch.setitem(SHAPES, "small", shape(DENSE))
+    drafters = ["--drafter", str(TINY / "drafter"), "--drafter", str(one)]
+    assert main(["--shape", "small", "--out", str(tmp_path / "out"), *drafters]) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert written[0] == f"{tmp_path}/out/target: 8 layers of width 1280, no weight rounded"
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["drafter", "one", "target"]
     for name, used in (("drafter", [1, 3, 5]), ("one", [5])):
         fc = next(
