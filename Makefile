@@ -53,7 +53,7 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev serve serve-plain test test-quick test-long test-gpu losslessness sweep lint fetch apply unapply refresh check-patches \
-	rebase lock tiny-pair clean python
+	rebase lock tiny-pair inflate clean python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -137,6 +137,11 @@ lock: setup ## resolve requirements/*.in again and write the locks
 
 tiny-pair: setup ## train checkpoints/tiny again
 	@$(BIN)/python -m checkpoints.trainer --out checkpoints/tiny
+
+inflate: setup ## write MODEL and DRAFT into the SHAPE of a large pair: make inflate SHAPE=qwen3-8b; docs/inflated-pairs.md
+	@test -n "$(SHAPE)" || { echo "error: name the shape: make inflate SHAPE=qwen3-8b" >&2; exit 1; }
+	@$(BIN)/python -m checkpoints.inflate --shape $(SHAPE) --target $(MODEL) --drafter $(DRAFT) \
+	--out $(BUILD)/inflated/$(SHAPE)
 
 clean: python ## remove .venv and build/; refused while build/sglang has work that patches/ lacks
 	@$(QUEUE) unapply
