@@ -135,8 +135,6 @@ def measure(
         answers[kind] = answer(target, text, kind, max(1, count))
         measured[kind] = asdict(measure_target(text, answers[kind]))
         print(f"target: {kind} {measured[kind]}", flush=True)
-    measured["grammar"] = measure_grammar(target, text, args.measured)
-    print(f"target: grammar {measured['grammar']}", flush=True)
     return measured, answers
 
 
@@ -179,6 +177,9 @@ def main() -> None:
         print(f"drafter {name}:", flush=True)
         measured["drafters"][name] = measure_level(target, drafters[name], answers)
         save()
+    measured["grammar"] = measure_grammar(target, text, args.measured)
+    print(f"target: grammar {measured['grammar']}", flush=True)
+    save()
     if "bundled" in drafters and "chat" in answers:
         in_bfloat16 = target.bfloat16(), drafters["bundled"].bfloat16()
         answered = answer(in_bfloat16[0], text, "chat", len(answers["chat"].ids))
