@@ -77,18 +77,22 @@ def save_drafter(drafter: Drafter, num_target_layers: int, folder: Path) -> None
     _write(folder, drafter, config, prefix="")
 
 
-def load(pair: Path) -> tuple[Target, Drafter, Tokenizer]:
-    """The saved pair on the CPU in float32, and its tokenizer."""
-    config = json.loads((pair / "target" / "config.json").read_text())
-    target = Target(_shape(config))
-    weights = load_file(pair / "target" / "model.safetensors")
+def load_target(folder: Path) -> tuple[Target, Tokenizer]:
+    """A saved target on the CPU in float32, and its tokenizer."""
+    target = Target(_shape(json.loads((folder / "config.json").read_text())))
+    weights = load_file(folder / "model.safetensors")
     target.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()})
-    config = json.loads((pair / "drafter" / "config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return target.requires_grad_(False).eval(), tokenizer
+
+
+def load_drafter(folder: Path) -> Drafter:
+    """A saved drafter on the CPU in float32."""
+    config = json.loads((folder / "config.json").read_text())
     layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
     drafter = Drafter(DraftShape(_shape(config), config["block_size"], layer_ids))
-    drafter.load_state_dict(load_file(pair / "drafter" / "model.safetensors"))
-    tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
-    return target.eval(), drafter.eval(), tokenizer
+    drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    return drafter.requires_grad_(False).eval()
 
 
 def _shape(config: dict[str, Any]) -> Shape:

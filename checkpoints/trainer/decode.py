@@ -1,5 +1,6 @@
 """Greedy decoding of a batch, plainly and speculatively; both must give the same tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +11,8 @@ from .drafter import Drafter
 from .target import KVCache, Target
 from .tokenizer import END_ID, PAD_ID
 
-# The longest worked answer takes about 110.
-MAX_TOKENS = 160
+# Positions of a batch, prompts and answers together: 2 GB of keys and values in float32.
+BATCH_POSITIONS = 1 << 19
 
 
 @dataclass
@@ -53,15 +54,40 @@ def prefill(target: Target, prompts: list[list[int]], room: int) -> State:
         ids[row, : len(prompt)] = torch.tensor(prompt)
     ids, lengths = ids.to(device), lengths.to(device)
     cache = KVCache(target.shape, len(prompts), longest + room, target.embed_tokens.weight)
-    positions = torch.arange(longest, device=device).expand_as(ids)
-    outputs = target(ids, positions, cache)
+    outputs = target(ids, cache=cache)
     last = outputs[-1][torch.arange(len(prompts), device=device), lengths - 1]
     return State(cache, lengths, target.logits(last).argmax(-1), outputs)
 
 
-@torch.inference_mode()
-def greedy(target: Target, prompts: list[list[int]], limit: int = MAX_TOKENS) -> list[Decoded]:
+def in_batches(
+    decode: Callable[[list[list[int]]], list[Decoded]], prompts: list[list[int]], limit: int
+) -> list[Decoded]:
+    """Decode prompts of about one length together, as many as memory is meant for."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    results: list[Decoded] = [Decoded()] * len(prompts)
+    while order:
+        rows = max(1, BATCH_POSITIONS // (len(prompts[order[-1]]) + limit))
+        chosen, order = order[-rows:], order[:-rows]
+        decoded = decode([prompts[index] for index in chosen])
+        for index, result in zip(chosen, decoded, strict=True):
+            results[index] = result
+    return results
+
+
+def greedy(target: Target, prompts: list[list[int]], limit: int) -> list[Decoded]:
     """Plain decoding, one token a step; finished rows idle until the last one is done."""
+    return in_batches(lambda some: _greedy(target, some, limit), prompts, limit)
+
+
+def speculative(
+    target: Target, drafter: Drafter, prompts: list[list[int]], limit: int
+) -> list[Decoded]:
+    """DFlash decoding: propose a block, verify it in one target pass, commit what agrees."""
+    return in_batches(lambda some: _speculative(target, drafter, some, limit), prompts, limit)
+
+
+@torch.inference_mode()
+def _greedy(target: Target, prompts: list[list[int]], limit: int) -> list[Decoded]:
     state = prefill(target, prompts, room=limit)
     steps = [state.bonus]
     done = state.bonus == END_ID
@@ -77,10 +103,9 @@ def greedy(target: Target, prompts: list[list[int]], limit: int = MAX_TOKENS) ->
 
 
 @torch.inference_mode()
-def speculative(
-    target: Target, drafter: Drafter, prompts: list[list[int]], limit: int = MAX_TOKENS
+def _speculative(
+    target: Target, drafter: Drafter, prompts: list[list[int]], limit: int
 ) -> list[Decoded]:
-    """DFlash decoding: propose a block, verify it in one target pass, commit what agrees."""
     block = drafter.shape.block_size
     state = prefill(target, prompts, room=limit + block)
     capacity = state.cache.slots.numel()

@@ -27,7 +27,7 @@ class Shape:
     head_dim: int = 64
     intermediate_size: int = 768
     vocab_size: int = 768
-    max_positions: int = 2048
+    max_positions: int = 4096
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
 

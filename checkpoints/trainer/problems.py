@@ -51,6 +51,11 @@ def final_number(text: str) -> int | None:
     return int(digits) if digits.lstrip("-").isdigit() else None
 
 
+def final_numbers(text: str) -> list[int | None]:
+    """The number after each `####` of an answer to several problems."""
+    return [final_number(f"####{part}") for part in text.split("####")[1:]]
+
+
 def work_out(step: Step, values: dict[str, int]) -> tuple[str, int, str] | None:
     """Compute a step: (variable, result, annotated text), or None if the result is unsuitable."""
     variable, expression = step.formula.split(" = ")

@@ -1,54 +1,41 @@
-"""Training rows: conversations and completions as padded token ids with the answers marked."""
+"""Training rows: conversations and completions as pieces of text with the answers marked."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-from tokenizers import Tokenizer
-from torch import Tensor
-
+from . import chains, structured, tables, tools
 from .chatter import chatter
 from .problems import Problem
-from .tokenizer import PAD_ID, chat_prompt
+from .structured import Segment
+from .tokenizer import chat_prompt, system_prompt
 
-SHORT_LENGTH = 256
-LONG_LENGTH = 1024
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "Solve the problem step by step.", "Be brief.")
-
-# A piece of text and whether the model is to answer it itself.
-Segment = tuple[str, bool]
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Rows of one length on one device: `ids` int16 and `answer` bool, both [rows, length]."""
-
-    ids: Tensor
-    answer: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def to(self, device: torch.device) -> "Pool":
-        return Pool(self.ids.to(device), self.answer.to(device))
-
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """ids int64 and answer bool, both [batch, length], of the rows with these indices."""
-        return self.ids[rows].long(), self.answer[rows]
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful AI assistant",
+    "Solve the problem step by step.",
+    "Be brief.",
+)
+# Longest lists: of problems to choose from, and of problems that are all to be solved.
+MOST_LISTED = 50
+MOST_SOLVED = {"plain": 20, "check": 13, "repeat": 13}
 
 
-def chat(turns: list[Problem], system: str | None = None) -> list[Segment]:
+def chat(
+    turns: Sequence[Problem], system: str | None = None, offered: Sequence[dict[str, Any]] = ()
+) -> list[Segment]:
     """A conversation in the chat template; every assistant turn is an answer."""
     segments: list[Segment] = []
+    before = system_prompt(system, offered)
     for turn in turns:
-        segments.append((chat_prompt(turn.question, system), False))
+        segments.append((before + chat_prompt(turn.question), False))
         segments.append((f"{turn.answer}<|im_end|>", True))
         segments.append(("\n", False))
-        system = None
+        before = ""
     return segments[:-1]
 
 
-def completion(shots: list[Problem], last: Problem) -> list[Segment]:
+def completion(shots: Sequence[Problem], last: Problem) -> list[Segment]:
     """A few-shot prompt without a chat template, as GSM8K benchmarks send it."""
     prompt = "".join(f"Question: {p.question}\nAnswer: {p.answer}\n\n" for p in shots)
     return [
@@ -62,54 +49,82 @@ def bare(problem: Problem) -> list[Segment]:
     return [(problem.question, False), (f" {problem.answer}<|im_end|>", True)]
 
 
-def short_row(problem: Problem, rng: random.Random) -> list[Segment]:
+def calling(rng: random.Random, problem: Problem) -> list[Segment]:
+    """Tools and a request that needs one; or a problem or chatter, which need none."""
+    offered, call = tools.draw("train", rng)
+    system = rng.choice((None, None, *SYSTEM_PROMPTS))
+    if rng.random() < 0.75:
+        return chat(tools.turns(call, rng), system, offered)
+    return chat([problem if rng.random() < 0.7 else chatter(rng)], system, offered)
+
+
+def dictated(rng: random.Random, problem: Problem) -> list[Segment]:
+    """An answer that a grammar dictates although the prompt asks for another, or for none."""
+    kind = rng.random()
+    if kind < 0.3:
+        offered, call = tools.draw("train", rng)
+        # What the server's grammar for a required call asks for.
+        calls = [{"name": name, "parameters": given} for name, given in call.calls]
+        question = call.question if rng.random() < 0.6 else problem.question
+        prompt, answer = chat_prompt(question, None, offered), structured.dictated(calls)
+    else:
+        asked = structured.question(problem, "train", rng).problem
+        other = rng.choice((problem, problem, chatter(rng), asked))
+        prompt = other.question if kind < 0.45 else chat_prompt(other.question)
+        answer = structured.unasked(rng)
+    return [(prompt, False), *answer, ("<|im_end|>", True)]
+
+
+def one_problem(problem: Problem, rng: random.Random) -> list[Segment]:
     """One question: mostly plain chat, now and then a system prompt, chatter or no template."""
     kind = rng.random()
-    if kind < 0.86:
+    if kind < 0.80:
         return chat([problem])
-    if kind < 0.90:
+    if kind < 0.85:
         return chat([problem], rng.choice(SYSTEM_PROMPTS))
-    if kind < 0.94:
+    if kind < 0.90:
         return chat([chatter(rng)])
-    if kind < 0.97:
+    if kind < 0.94:
         return completion([], problem)
-    return bare(problem if kind < 0.98 else chatter(rng))
+    if kind < 0.96:
+        return bare(problem if rng.random() < 0.4 else chatter(rng))
+    return chat([chains.elaborate(problem, rng)])
 
 
-def long_row(problems: list[Problem], rng: random.Random) -> list[Segment]:
-    """Several questions: a conversation, or the shots of a completion and its question."""
-    if rng.random() < 0.6:
-        turns = [p if rng.random() < 0.9 else chatter(rng) for p in problems]
+def several_problems(problems: Sequence[Problem], rng: random.Random) -> list[Segment]:
+    """A list, a conversation, or the shots of a completion and its question."""
+    # Short lists are most frequent, and every length has about as many tokens.
+    count = round(2 * (MOST_LISTED / 2) ** rng.random())
+    kind = rng.random()
+    some = rng.sample(problems, count)
+    if kind < 0.40:
+        style = rng.choices(tuple(MOST_SOLVED), (6, 2, 2))[0]
+        return chat([chains.all_of(some[: MOST_SOLVED[style]], rng, style)])
+    if kind < 0.75:
+        asked = rng.randint(1, min(count, 6))
+        return chat([chains.some_of(some, asked, rng)])
+    if kind < 0.85:
+        asked = rng.randint(1, chains.PRICE_QUESTIONS)
+        return chat([chains.prices(count * 4, asked, "train", rng)])
+    if kind < 0.93:
+        turns = [p if rng.random() < 0.9 else chatter(rng) for p in some[:8]]
         return chat(turns, rng.choice((None, *SYSTEM_PROMPTS)))
-    return completion(problems[1:], problems[0])
+    return completion(some[1:9], some[0])
 
 
-def encode(tokenizer: Tokenizer, rows: list[list[Segment]], length: int) -> Pool:
-    """Tokenize and right-pad the rows; a row longer than `length` is left out."""
-    texts = [text for row in rows for text, _ in row]
-    encoded = iter(tokenizer.encode_batch_fast(texts))
-    ids = torch.full((len(rows), length), PAD_ID, dtype=torch.int16)
-    answer = torch.zeros(len(rows), length, dtype=torch.bool)
-    fits = torch.ones(len(rows), dtype=torch.bool)
-    for index, row in enumerate(rows):
-        start = 0
-        for _, is_answer in row:
-            tokens = next(encoded).ids
-            end = start + len(tokens)
-            if end > length:
-                fits[index] = False
-            elif fits[index]:
-                ids[index, start:end] = torch.tensor(tokens, dtype=torch.int16)
-                answer[index, start:end] = is_answer
-            start = end
-    return Pool(ids[fits], answer[fits])
-
-
-def build(tokenizer: Tokenizer, problems: list[Problem], seed: int) -> tuple[Pool, Pool]:
-    """The short and the long pool of these problems; a tenth as many long rows as short ones."""
-    rng = random.Random(seed)
-    short = [short_row(problem, rng) for problem in problems]
-    long = [
-        long_row(rng.sample(problems, rng.randint(2, 7)), rng) for _ in range(len(problems) // 10)
-    ]
-    return encode(tokenizer, short, SHORT_LENGTH), encode(tokenizer, long, LONG_LENGTH)
+def row(problem: Problem, problems: Sequence[Problem], rng: random.Random) -> list[Segment]:
+    """One training row of any kind; `problems` are those from which lists are made."""
+    kind = rng.random()
+    if kind < 0.56:
+        return one_problem(problem, rng)
+    if kind < 0.65:
+        system = rng.choice((None, None, None, *SYSTEM_PROMPTS))
+        return chat([structured.question(problem, "train", rng).problem], system)
+    if kind < 0.75:
+        return calling(rng, problem)
+    if kind < 0.79:
+        return dictated(rng, problem)
+    if kind < 0.88:
+        size = rng.random() ** 2
+        return chat([tables.draw(rng.choice(tables.KINDS), size, "train", rng)])
+    return several_problems(problems, rng)

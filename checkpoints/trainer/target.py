@@ -45,16 +45,25 @@ class Target(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
     ) -> list[Tensor]:
-        """Each layer's output [B, T, hidden] for int64 ids [B, T]; without a cache, a full pass."""
-        if positions is None:
+        """Each layer's output [B, T, hidden] for int64 ids [B, T].
+
+        Without positions, a full causal pass from position 0, which fills a cache if there is one;
+        with them, a pass that sees what the cache holds.
+        """
+        full = positions is None
+        if full:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         x, outputs = self.embed_tokens(ids), []
         rope = rope_at(positions, self.shape)
-        mask = None if cache is None else cache.visible(positions)
+        mask = None if full or cache is None else cache.visible(positions)
         for index, layer in enumerate(self.layers):
-            extend = None
-            if cache is not None:
-                extend = lambda k, v, at=index: cache.write(at, positions, k, v)  # noqa: E731
+
+            def extend(k: Tensor, v: Tensor, at: int = index) -> tuple[Tensor, Tensor]:
+                if cache is None:
+                    return k, v
+                stored = cache.write(at, positions, k, v)
+                return (k, v) if full else stored
+
             x = layer(x, rope, mask, extend)
             outputs.append(x)
         return outputs

@@ -1,30 +1,28 @@
-"""Trains the target, lets it answer the training problems, trains the drafter on its answers."""
+"""Trains the target, and a drafter on what the target would say."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm, trange
 
 from .checkpoint import rounded
-from .decode import greedy, speculative
+from .corpus import Pool
+from .decode import speculative
 from .drafter import Drafter
-from .evaluate import accept_length, prompts_of
-from .problems import Problem
-from .rows import LONG_LENGTH, SHORT_LENGTH, Pool
+from .evaluate import Answered, accept_length
 from .target import Target
 
 MUON_RATE = 0.02
 ADAM_RATE = 3e-3
 WARMUP_STEPS = 50
-# Long rows teach distance; every so many steps one batch of them is enough.
-LONG_BATCH_EVERY = 5
 PROMPT_WEIGHT = 0.1
-DECODE_BATCH = 2048
+# Longer prompts weigh less a token: most of what they say cannot be foreseen.
+SHORT_LENGTH = 256
+LOG_EVERY = 100
 
 
 class Optimizer:
@@ -67,18 +65,17 @@ def constant(step: int) -> float:
 
 @dataclass(frozen=True)
 class Batches:
-    """Draws batches of the short pool and now and then, at equal token count, of the long one."""
+    """Draws batches of `tokens` tokens from one pool each; every row is as likely as any other."""
 
-    short: Pool
-    long: Pool
-    size: int
+    pools: Sequence[Pool]
+    tokens: int
     generator: torch.Generator
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        is_long = step % LONG_BATCH_EVERY == LONG_BATCH_EVERY - 1
-        pool = self.long if is_long else self.short
-        size = self.size * SHORT_LENGTH // LONG_LENGTH if is_long else self.size
-        rows = torch.randint(len(pool), (max(1, size),), generator=self.generator)
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        sizes = torch.tensor([float(pool.ids.numel()) for pool in self.pools])
+        pool = self.pools[int(torch.multinomial(sizes, 1, generator=self.generator))]
+        count = max(1, self.tokens // pool.length)
+        rows = torch.randint(len(pool), (count,), generator=self.generator)
         return pool.batch(rows.to(pool.ids.device))
 
 
@@ -86,43 +83,38 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def target_loss(target: Target, ids: Tensor, answer: Tensor) -> Tensor:
-    """Next-token loss; answers count fully, prompts a little, padding not at all."""
+def target_loss(target: Target, ids: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Next-token loss, and that of the answers alone.
+
+    Answers count fully, prompts a little, padding not at all.
+    """
     with autocast(ids.device):
         logits = target.logits(target(ids)[-1][:, :-1])
     labels = ids[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     padding = torch.cumsum((labels != 0).flip(1), 1).flip(1) == 0
-    weights = torch.where(answer[:, 1:], 1.0, PROMPT_WEIGHT).masked_fill(padding, 0.0)
-    return (losses * weights.flatten()).sum() / weights.sum()
+    prompt_weight = PROMPT_WEIGHT * min(1, SHORT_LENGTH / ids.shape[1])
+    said = answer[:, 1:].float().flatten()
+    weights = torch.where(answer[:, 1:], 1.0, prompt_weight).masked_fill(padding, 0.0).flatten()
+    loss = (losses * weights).sum() / weights.sum()
+    return loss, (losses.detach() * said).sum() / said.sum()
 
 
-def train_target(target: Target, batches: Batches, steps: int) -> None:
-    """Train in place."""
-    optimizer = Optimizer(target, cosine(steps))
-    for step in (bar := trange(steps, desc="target", mininterval=5)):
-        loss = target_loss(target, *batches(step))
+def train_target(target: Target, batches: Batches, steps: int) -> list[tuple[int, int, float]]:
+    """Train in place; return (step, row length, loss of the answers) now and then."""
+    optimizer, history = Optimizer(target, cosine(steps)), []
+    recent: dict[int, Tensor] = {}
+    for step in (bar := trange(1, steps + 1, desc="target", mininterval=5)):
+        ids, answer = batches()
+        loss, answer_loss = target_loss(target, ids, answer)
         optimizer.step(loss)
-        if step % 100 == 0:
-            bar.set_postfix(loss=f"{loss.item():.4f}")
-
-
-def answer_all(target: Target, tokenizer: Tokenizer, problems: list[Problem]) -> list[Problem]:
-    """The same questions with the target's own greedy answers; unfinished ones are left out.
-
-    Raises RuntimeError if the target finishes none: it is then too raw to draft for.
-    """
-    answered = []
-    for start in trange(0, len(problems), DECODE_BATCH, desc="answers", mininterval=5):
-        batch = problems[start : start + DECODE_BATCH]
-        for problem, result in zip(
-            batch, greedy(target, prompts_of(tokenizer, batch)), strict=True
-        ):
-            if result.finished(limit=len(result.tokens) + 1):
-                answered.append(replace(problem, answer=tokenizer.decode(result.tokens)))
-    if not answered:
-        raise RuntimeError("the target finishes no answer within the limit: train it longer")
-    return answered
+        recent[ids.shape[1]] = answer_loss
+        if step % LOG_EVERY == 0:
+            losses = {length: round(recent[length].item(), 4) for length in sorted(recent)}
+            history += [(step, length, value) for length, value in losses.items()]
+            recent.clear()
+            bar.write(f"target step {step}: loss of answers by row length {losses}")
+    return history
 
 
 def sample_anchors(answer: Tensor, count: int) -> Tensor:
@@ -137,15 +129,15 @@ def sample_anchors(answer: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DraftTraining:
-    """How the drafter is trained, and the accept length at which training is to stop.
+    """How drafters are trained, and the accept lengths at which one is kept.
 
-    A saturated drafter of this domain accepts nearly everything; `goal` keeps rejections frequent.
+    A saturated drafter of this domain accepts nearly everything; goals keep rejections frequent.
     """
 
-    goal: float = 8.0
+    goals: Sequence[float] = (8.0,)
     max_steps: int = 3000
-    snapshot_every: int = 25
-    anchors: int = 8
+    snapshot_every: int = 10
+    anchors: int = 8  # for 256 tokens of a row
     decay: float = 7.0
 
 
@@ -155,45 +147,54 @@ def draft_loss(
     """Loss of slots 1..block-1 after each anchor, weighted exp(-(k - 1) / decay) in slot k."""
     with autocast(ids.device):
         with torch.no_grad():
-            taps = drafter.tap(target(ids))
-        anchors = sample_anchors(answer, options.anchors)
+            outputs = target(ids)
+            taps = drafter.tap(outputs)
+            best = target.logits(outputs[-1]).argmax(-1)
+        anchors = sample_anchors(answer, max(2, options.anchors * ids.shape[1] // SHORT_LENGTH))
         logits = drafter(target, ids.gather(1, anchors), anchors, taps)
+    # What the target would not have said itself is no prompt of its answers, either.
+    agreed = answer & F.pad(best[:, :-1] == ids[:, 1:], (1, 0))
     slots = torch.arange(1, drafter.shape.block_size, device=ids.device)
     positions = anchors[..., None] + slots  # [B, A, block - 1]
     inside = positions.clamp(max=ids.shape[1] - 1).flatten(1)
     labels = ids.gather(1, inside)
-    in_answer = answer.gather(1, inside).view_as(positions) & (positions < ids.shape[1])
+    in_answer = agreed.gather(1, inside).view_as(positions) & (positions < ids.shape[1])
     # A slot counts while the anchor's own answer goes on.
     weights = in_answer.cumprod(-1) * torch.exp((1 - slots) / options.decay)
     losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+    return (losses * weights.flatten()).sum() / weights.sum().clamp(min=1)
 
 
 def train_drafter(
     drafter: Drafter,
     target: Target,
     batches: Batches,
-    prompts: list[list[int]],
+    answered: Answered,
     options: DraftTraining,
-) -> tuple[Drafter, list[tuple[int, float]]]:
-    """Train until past the goal; return the snapshot closest to it and (step, accept length).
+    keep: Callable[[float, Drafter], None],
+) -> list[tuple[int, float]]:
+    """Train past the last goal; return (step, accept length) of every snapshot.
 
-    Snapshots are rounded to bf16 as they will be shipped, and measured on `prompts`.
+    Snapshots are rounded to bf16 as they will be shipped, and measured on `answered`. `keep` is
+    called once for every goal, with the snapshot closest to it.
     """
-    optimizer = Optimizer(drafter, constant)
-    best, history = rounded(drafter), []
+    optimizer, history = Optimizer(drafter, constant), [(0, 1.0)]
+    before, goals = rounded(drafter), sorted(options.goals)
     for step in (bar := tqdm(range(1, options.max_steps + 1), desc="drafter", mininterval=5)):
-        loss = draft_loss(drafter, target, *batches(step), options)
+        loss = draft_loss(drafter, target, *batches(), options)
         optimizer.step(loss)
-        if step % options.snapshot_every:
+        if step % options.snapshot_every and step < options.max_steps:
             continue
         snapshot = rounded(drafter)
-        length = accept_length(speculative(target, snapshot, prompts))
-        history.append((step, round(length, 3)))
+        drafted = speculative(target, snapshot, answered.ids, answered.limit)
+        length = accept_length(drafted)
         bar.set_postfix(loss=f"{loss.item():.4f}", accept_length=f"{length:.2f}")
-        distance = abs(length - options.goal)
-        if distance <= min(abs(past - options.goal) for _, past in history):
-            best = snapshot
-        if length > options.goal + 1:
+        while goals and (length >= goals[0] or step == options.max_steps):
+            goal = goals.pop(0)
+            closer = abs(length - goal) <= abs(history[-1][1] - goal)
+            keep(goal, snapshot if closer else before)
+        history.append((step, round(length, 3)))
+        before = snapshot
+        if not goals:
             break
-    return best, history
+    return history
