@@ -83,14 +83,12 @@ class Served:
         until = time.monotonic() + IDLE_SECONDS
         while True:
             try:
-                statuses = [
-                    requests.post(self.url + path, timeout=60).status_code for path in FLUSHES
-                ]
+                answers = [requests.post(self.url + path, timeout=60) for path in FLUSHES]
             except requests.RequestException as error:
                 raise CellFailed(f"the server is gone ({type(error).__name__}).") from None
-            if 200 in statuses:
+            if any(map(_flushed, answers)):
                 return True
-            if set(statuses) <= {404, 405}:
+            if {answer.status_code for answer in answers} <= {404, 405}:
                 return False
             if time.monotonic() > until:
                 raise CellFailed(f"the server is still busy after {IDLE_SECONDS} s.")
@@ -110,6 +108,11 @@ class Served:
             self.flush()
         except (CellFailed, requests.RequestException) as error:
             self.dead = f"the server died: {error}"
+
+
+def _flushed(answer: requests.Response) -> bool:
+    """SGLang says it by the status, vLLM in the body."""
+    return answer.status_code == 200 and b'"success":false' not in answer.content.replace(b" ", b"")
 
 
 @contextmanager

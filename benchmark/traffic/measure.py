@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import time
@@ -16,13 +17,13 @@ import requests
 from tqdm import tqdm
 
 from benchmark import jsonl, provenance
-from benchmark.errors import CannotMeasure, CellFailed
+from benchmark.errors import CellFailed
 from benchmark.jsonl import Row, good
 from benchmark.machine import Machine
 from benchmark.prompts import load_tokenizer
 from benchmark.traffic import cells, origin, rows, workloads
 from benchmark.traffic.arrivals import Closed, poisson
-from benchmark.traffic.cells import Cell
+from benchmark.traffic.cells import Cell, Place
 from benchmark.traffic.clients import Clients, Heard, Job
 from benchmark.traffic.counters import Counters, mean_accept_length
 from benchmark.traffic.figures import digests, figures
@@ -31,6 +32,9 @@ from benchmark.traffic.systems import Choice, Needs, server_arguments
 from benchmark.traffic.workloads import Workload
 
 WARM_UP_TOKENS = 64
+# A cell is warmed up by no more clients than these: once each server was, by all.
+WARM_UP_CLIENTS = 32
+WARM_UP_SECONDS = 0.5
 # A cell takes longer than its requests are sent: warm-up, and answers that are under way.
 MORE_THAN_SECONDS = 4.0
 # After the last answer, until every counter of a server has it.
@@ -44,7 +48,7 @@ class Run:
     Attributes:
         deadline: as `time.monotonic` tells it; no cell begins that would end after it.
         done: rows by key, of earlier calls and of this one.
-        longest: seconds of the longest cell so far.
+        took: seconds of cells of this call, by what was asked.
     """
 
     options: argparse.Namespace
@@ -53,7 +57,7 @@ class Run:
     pools: dict[str, Workload]
     deadline: float | None = None
     done: dict[str, Row] = field(default_factory=dict)
-    longest: float = 0.0
+    took: dict[Place, float] = field(default_factory=dict)
     begun: str = field(default_factory=provenance.now)
 
     def choice(self, cell: Cell) -> Choice:
@@ -70,6 +74,14 @@ class Run:
             self.machine,
             self.pools[cell.place.workload],
         )
+
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return math.inf if self.deadline is None else self.deadline - time.monotonic()
+
+    def timeout(self) -> float:
+        """Seconds that a cell may take in all."""
+        return min(self.options.timeout_s, max(self.left(), 1.0))
 
     def waiting(self) -> list[Cell]:
         return [cell for cell in self.cells if not self.measured(cell)]
@@ -164,12 +176,10 @@ def measure(run: Run) -> None:
         return
     options = run.options
     logs = (options.logs or options.output_file.with_suffix(".logs")).absolute()
+    seconds = min(options.start_timeout, max(run.left(), 1.0))
     needed = [
         choice for choice in run.options.choices if choice.name in {c.system for c in waiting}
     ]
-    seconds = options.start_timeout
-    if run.deadline is not None:
-        seconds = min(seconds, max(run.deadline - time.monotonic(), 1.0))
     print(f"starting {', '.join(choice.name for choice in needed)}", flush=True)
     with (
         Clients(options.client_processes) as clients,
@@ -218,7 +228,7 @@ def _measure_all(
         if served.dead:
             run.keep(cell, {"error": served.dead, "provenance": {}})
             continue
-        if run.deadline is not None and time.monotonic() + _expected(run) > run.deadline:
+        if run.left() < _expected(run, cell.place):
             print(f"{len(run.waiting())} cells are left, because the time is up", flush=True)
             return
         began = time.monotonic()
@@ -228,15 +238,14 @@ def _measure_all(
         except (CellFailed, requests.RequestException) as failure:
             result = {"error": str(failure), "provenance": origins[served.name]}
             served.check()
-        run.longest = max(run.longest, time.monotonic() - began)
+        run.took[cell.place] = max(run.took.get(cell.place, 0), time.monotonic() - began)
         run.keep(cell, result)
-    if all(served.dead for served in by_name.values()):
-        raise CannotMeasure("no server is left that answers: see their logs.")
 
 
-def _expected(run: Run) -> float:
-    """Seconds that the next cell will take, about."""
-    return run.longest or run.options.seconds + MORE_THAN_SECONDS
+def _expected(run: Run, place: Place) -> float:
+    """Seconds that a cell will take, about: as long as others did there, or in the same workload."""
+    alike = [seconds for other, seconds in run.took.items() if other.workload == place.workload]
+    return run.took.get(place) or max([*alike, run.options.seconds + MORE_THAN_SECONDS])
 
 
 def _measure_cell(run: Run, cell: Cell, served: Served, clients: Clients) -> dict[str, Any]:
@@ -272,8 +281,16 @@ def _warm_up(run: Run, cell: Cell, served: Served, clients: Clients) -> dict[str
     bodies = run.pools[place.workload].bodies(
         place.kind, options.sampling, served.model, WARM_UP_TOKENS
     )
-    most = place.load.clients if isinstance(place.load, Closed) else 8
-    job = Job(served.url, bodies[::-1], clients=most, most=most, timeout=options.timeout_s)
+    many = min(place.load.clients if isinstance(place.load, Closed) else 8, WARM_UP_CLIENTS)
+    job = Job(
+        served.url,
+        bodies[::-1],
+        clients=many,
+        most=len(bodies),
+        least=many,
+        seconds=WARM_UP_SECONDS,
+        timeout=run.timeout(),
+    )
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(provenance.gpu)
         clients.ask(job)
@@ -294,12 +311,12 @@ def _ask(run: Run, cell: Cell, served: Served, clients: Clients) -> Heard:
             most=max(most, many * options.least_per_client),
             least=many * options.least_per_client,
             seconds=options.seconds,
-            timeout=options.timeout_s,
+            timeout=run.timeout(),
         )
         total = None if options.seconds else job.most
     else:
         due = list(enumerate(poisson(place.load.rate, options.seconds, most)))
-        job = Job(served.url, bodies, arrivals=due, timeout=options.timeout_s)
+        job = Job(served.url, bodies, arrivals=due, timeout=run.timeout())
         total = len(due)
     off = True if options.disable_tqdm else None  # None: only on a terminal
     with tqdm(total=total, desc=str(cell), disable=off, leave=False, unit=" answers") as bar:

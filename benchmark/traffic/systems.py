@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Pair:
-    """The models that everybody serves, as folders or names at the hub."""
+    """The models that everybody serves, in folders."""
 
     target: str
     drafter: str
@@ -56,19 +56,14 @@ class Pair:
         """Whether it is the bundled pair."""
         return Path(location(self.target)) == (TINY / "target").resolve()
 
-    def kv_bytes(self, tokens: int, tp: int) -> int:
-        """Bytes of keys and values on one rank for so many tokens, in bfloat16.
+    def block(self) -> int | None:
+        """Slots of a block, as far as it is known."""
+        return self.block_size or read_config(Path(self.drafter)).get("block_size")
 
-        Raises:
-            CannotMeasure: the models are not folders.
-        """
+    def kv_bytes(self, tokens: int, tp: int) -> int:
+        """Bytes of keys and values on one rank for so many tokens, in bfloat16."""
         total = 0
         for model in (self.target, self.drafter):
-            if not Path(model).is_dir():
-                raise CannotMeasure(
-                    f"vLLM's cache cannot be made as large as the others', because {model} is not a "
-                    "folder: name the folders of target and drafter."
-                )
             config = read_config(Path(model))
             heads = max(config["num_key_value_heads"] // tp, 1)
             width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -206,8 +201,8 @@ def server_arguments(
     if choice.drafts:
         given += ["--speculative-algorithm", "DFLASH"]
         given += ["--speculative-draft-model-path", location(pair.drafter)]
-        if pair.block_size:
-            given += ["--speculative-num-draft-tokens", str(pair.block_size)]
+        if block := pair.block():
+            given += ["--speculative-num-draft-tokens", str(block)]
     return given
 
 
@@ -218,8 +213,8 @@ def _vllm_arguments(choice: Choice, pair: Pair, needs: Needs, tp: int) -> list[s
     given += ["--gpu-memory-utilization", "0.2"]
     given += ["--kv-cache-memory-bytes", str(pair.kv_bytes(needs.kv_tokens, tp))]
     if choice.drafts:
-        block = pair.block_size or read_config(Path(pair.drafter))["block_size"]
-        drafter = {"method": "dflash", "model": location(pair.drafter)}
-        drafter["num_speculative_tokens"] = block - 1
+        drafter: dict[str, object] = {"method": "dflash", "model": location(pair.drafter)}
+        if block := pair.block():
+            drafter["num_speculative_tokens"] = block - 1
         given += ["--speculative-config", json.dumps(drafter)]
     return given

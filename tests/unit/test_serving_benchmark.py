@@ -227,7 +227,8 @@ def test_systems_by_python_and_path(tmp_path: Path) -> None:
     }
     assert "--speculative-algorithm" not in lines["plain"]
     for name in ("v2", "peer"):
-        assert " ".join(lines[name][-4:]).startswith("--speculative-algorithm DFLASH --spec")
+        assert " ".join(lines[name][-6:]).startswith("--speculative-algorithm DFLASH --spec")
+        assert " ".join(lines[name]).endswith("--speculative-num-draft-tokens 16")
         assert "--max-total-tokens 60000" in " ".join(lines[name])
     speculation = json.loads(lines["vllm"][lines["vllm"].index("--speculative-config") + 1])
     assert (speculation["method"], speculation["num_speculative_tokens"]) == ("dflash", 15)
