@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import requests
@@ -62,3 +63,21 @@ def mean_accept_length(url: str) -> float | None:
         return None
     states = answer.json().get("internal_states") or [{}]
     return states[0].get("avg_spec_accept_length")
+
+
+_VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+
+
+def kv_tokens(info: dict, page: str) -> int | None:
+    """Slots of the KV pool of a server, as it says itself; None if it does not.
+
+    Args:
+        info: its `/server_info`, if it is one of SGLang.
+        page: its `/metrics`.
+    """
+    if "max_total_num_tokens" in info:
+        return info["max_total_num_tokens"]
+    found = _VLLM_CACHE.search(page)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
+    sizes = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
+    return int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else None

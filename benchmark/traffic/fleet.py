@@ -97,6 +97,14 @@ class Served:
     def counters(self) -> counters.Counters:
         return counters.read(self.url)
 
+    def kv_tokens(self) -> int | None:
+        """Slots of its KV pool, if it tells."""
+        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        if "vllm:" in page:  # whose /server_info takes seconds
+            return counters.kv_tokens({}, page)
+        info = requests.get(f"{self.url}/server_info", timeout=60)
+        return counters.kv_tokens(info.json() if info.status_code == 200 else {}, page)
+
     def check(self) -> None:
         """After a cell that failed: a server that serves no more is `dead`."""
         if self.server is not None and self.server.process.poll() is not None:

@@ -62,6 +62,7 @@ def of(run: Run, served: Served) -> dict[str, Any]:
         "machine": provenance.machine(options.tp_size if run.machine.gpus else 0),
         "server_arguments": arguments,
         "environment": environment,
+        "kv_tokens": {"wanted": run.needs().kv_tokens, "has": served.kv_tokens()},
         "start_s": served.server and round(served.server.start_seconds, 1),
         "command": provenance.command_line(),
     }

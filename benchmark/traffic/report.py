@@ -167,6 +167,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
         f"{row['completion_tokens']} tokens, and the server counted {row['server_tokens']:.0f}"
         for row in odd
     ]
+    pools = {row["system"]: row["provenance"].get("kv_tokens") for row in measured}
+    lines += [
+        f"{name} has {kv['has']:,} slots in its KV pool instead of {kv['wanted']:,}, so requests may wait"
+        for name, kv in pools.items()
+        if kv and kv["has"] and kv["has"] < 0.98 * kv["wanted"]
+    ]
     unflushed = sorted({row["system"] for row in measured if row["flushed"] is False})
     if unflushed:
         lines.append(f"prefix caches could not be emptied before cells of {', '.join(unflushed)}")

@@ -22,6 +22,9 @@ _VLLM = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# Systems share their GPUs on purpose, and load side by side.
+_SGLANG = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+_PEERS = {"sglang": _SGLANG, "vllm": _VLLM}
 _LAUNCH = {"vllm": ("vllm.entrypoints.cli.main", "serve")}
 ATTENTION = {"cuda": "fa3", "cpu": "torch_native"}
 
@@ -162,7 +165,7 @@ def _changed(choice: Choice, **fields: object) -> Choice:
 def _own(name: str) -> Choice:
     if name not in OWN_NAMES:
         raise CannotMeasure(f"--systems {name} is not one of {', '.join(OWN_NAMES)}: name one.")
-    system = System(name, environment=OWN[_OWN[name]])
+    system = System(name, environment=_SGLANG | OWN[_OWN[name]])
     return Choice(name, "own", system, drafts=name != "plain")
 
 
@@ -170,7 +173,7 @@ def _peer(kind: str, name: str, value: str) -> Choice:
     if kind == "url":
         return Choice(name, kind, url=value.rstrip("/"))
     try:
-        system = peer_system(f"{name}={value}", _VLLM if kind == "vllm" else {}, [])
+        system = peer_system(f"{name}={value}", _PEERS[kind], [])
     except ValueError as error:
         raise CannotMeasure(f"--{kind} {error}.") from None
     launch = _LAUNCH.get(kind, system.launch)

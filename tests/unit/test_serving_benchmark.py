@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 from pathlib import Path
@@ -15,11 +14,10 @@ from benchmark import provenance, servers, serving
 from benchmark.errors import CannotMeasure, CellFailed
 from benchmark.percentiles import percentiles
 from benchmark.shapes import TINY
-from benchmark.traffic import arguments, arrivals, cells, counters, figures, report, rows
-from benchmark.traffic import plot as pictures
+from benchmark.traffic import arguments, arrivals, cells, counters, figures
 from benchmark.traffic.answers import Answer, parse
 from benchmark.traffic.arrivals import Closed, Open
-from benchmark.traffic.cells import Cell, Place
+from benchmark.traffic.cells import Place
 from benchmark.traffic.clients import Clients, Heard, Job
 from benchmark.traffic.systems import Needs, Pair, choices, server_arguments
 from benchmark.traffic.workloads import Sampling, Workload, load
@@ -108,6 +106,13 @@ def test_verify_steps_of_every_kind_of_server(page: str) -> None:
     before = counters.Counters(20, 100)
     assert counters.parse(page).since(before) == counters.Counters(80, 700)
     assert counters.Counters(5, 6).since(counters.Counters()) == counters.Counters(5, 6)
+
+
+def test_size_of_a_pool_by_the_server_itself() -> None:
+    page = 'a 1\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="3750"} 1.0\n'
+    assert counters.kv_tokens({}, page) == 60000
+    assert counters.kv_tokens({"max_total_num_tokens": 5}, "") == 5
+    assert counters.kv_tokens({"vllm_config": "…"}, page.replace("3750", "None")) is None
 
 
 def test_accept_length_leaves_out_what_the_prefill_gave() -> None:
@@ -218,7 +223,9 @@ def test_systems_by_python_and_path(tmp_path: Path) -> None:
     assert there.url == "http://localhost:1" and there.system is None
     assert v2.system.environment["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] == "1"
     assert peer.system.arguments == ("--page-size", "16")
-    assert peer.system.environment == {"A": "b=c"}
+    assert peer.system.environment["A"] == "b=c"
+    # Systems load side by side, so no rank may mind that others take memory.
+    assert peer.system.environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
     assert peer.system.pythonpath == str(tmp_path / "site") and v2.system.pythonpath is None
     needs = Needs(64, 60000, 4096)
     lines = {
@@ -301,90 +308,6 @@ def test_prompts_and_their_requests(tmp_path: Path) -> None:
     assert pool(tmp_path).max_tokens == 500 - 20 - 32  # no answer is known
     with pytest.raises(CannotMeasure, match="leave no room for the answers"):
         pool(tmp_path, context=150, answer="x" * 99)
-
-
-def row(system: str, clients: int, rate: float, digest: str = "aaaa" * 4, **more: Any) -> rows.Row:
-    """What a run writes of a cell."""
-    cell = Cell(Place("chat", "greedy", Closed(clients), more.pop("repeat", 0)), system)
-    heard = Heard([answer(i, 0, 1) for i in range(4)], 0.1, 0.2, 0.0)
-    steps = None if system == "plain" else 5
-    counted = counters.Counters(steps, 44)
-    found = figures.figures(heard, figures.Goal(500, 30), counted, clients)
-    settings = {"target_model": "t", "draft_model": None if system == "plain" else "d"}
-    settings |= {"sampling": {"temperature": 0.7}, "goal": {"ttft_ms": 500.0}, "seconds": 8.0}
-    settings |= {"least_per_client": 2, "requests": None}
-    origin = {"commit": "abc", "versions": {"sglang": "0"}, "gpu": {}, "machine": {"cpus": 2}}
-    head = {"benchmark": "serving", "key": cells.key(cell, settings), **cell.fields()}
-    body = {"error": None, **found, "output_tok_s": rate, "flushed": True, "answers": digest}
-    return head | {"settings": settings} | body | {"provenance": origin | {"date": "1"}} | more
-
-
-DIED = {"error": "the server died: it is gone", "settings": row("v1", 8, 1)["settings"]}
-ROWS = [
-    row("plain", 1, 100),
-    row("v2", 1, 300),
-    row("v2", 1, 500, repeat=1),
-    row("plain", 8, 800),
-    row("v2", 8, 1000, digest="aaaabbbbaaaa"),
-    {**row("v1", 8, 1), **DIED, "provenance": {}},
-]
-
-
-def test_rows_are_resumed_and_the_failed_ones_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    assert rows.resume(path) == {}
-    path.write_text("".join(json.dumps(each) + "\n" for each in ROWS) + json.dumps(ROWS[0])[:90])
-    assert list(rows.resume(path)) == [each["key"] for each in ROWS[:5]]
-    assert len(rows.read([path])) == 6  # the torn line is gone
-    again = rows.latest([*ROWS, row("v1", 8, 7)])
-    assert len(again) == 6 and again[-1]["output_tok_s"] == 7
-    assert len({each["key"] for each in ROWS}) == 6
-
-
-def test_tables(tmp_path: Path) -> None:
-    found = report.Found(ROWS)
-    assert report.throughput(found, ("chat", "greedy")) == [
-        ["output tok/s", "c=1", "c=8"],
-        ["plain", "100", "800"],
-        ["v2", "400", "1,000 ≠1"],  # the median of two; an answer of three differs
-        ["v1", "–", "failed"],
-    ]
-    whole = report.everything(found)
-    assert [line[:4] for line in whole[1:3]] == [
-        ["chat", "greedy", "c=1", "plain"],
-        ["chat", "greedy", "c=1", "v2"],
-    ]
-    assert [line[-1] for line in whole[1:]] == ["–", "0 of 8", "–", "≠ 1 of 3", ""]
-    by_name = dict(zip(whole[0], whole[2], strict=True))
-    assert by_name["accept length"] == "8.00" and by_name["TTFT"] == "100 / 100"
-    text = report.text(ROWS)
-    assert "1 of 6 cells failed" in text and "- v1: the server died: it is gone" in text
-    written = report.write(ROWS, tmp_path / "out.jsonl").read_text()
-    assert "| v2 | 400 | 1,000 ≠1 |" in written
-    with pytest.raises(CannotMeasure, match="no results"):
-        report.text([])
-
-
-def test_notes_say_what_a_reader_must_know() -> None:
-    odd = [
-        row("v2", 8, 9, client_busiest=0.9),
-        row("v1", 8, 9, server_tokens=40.0, flushed=False),
-    ]
-    text = "\n".join(report.notes(odd))
-    assert "busy more than 80%" in text and "chat greedy c=8 v2" in text
-    assert "v1: the answers have 44 tokens, and the server counted 40" in text
-    assert "could not be emptied before cells of v1" in text
-    assert report.notes(ROWS[:5]) == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the extra plot")
-def test_pictures(tmp_path: Path) -> None:
-    open_loop = [
-        {**each, "clients": None, "rate": 2.0, "key": "x", "kind": "mixed"} for each in ROWS[:2]
-    ]
-    drawn = pictures.draw([*ROWS, *open_loop], tmp_path / "plots")
-    assert [path.name for path in drawn] == ["throughput.png", "frontier.png"]
-    assert all(path.stat().st_size > 10_000 for path in drawn)
 
 
 def test_nobody_there_fails_the_cell() -> None:
