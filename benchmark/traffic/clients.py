@@ -214,7 +214,8 @@ class Asking:
 
     async def all(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection that was idle for long may be closed by the server just when it is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=bool(self.job.arrivals))
         async with (
             aiohttp.ClientSession(
                 timeout=timeout, connector=connector, read_bufsize=READ_BUFFER

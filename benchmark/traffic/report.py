@@ -34,6 +34,7 @@ class Found:
     def __init__(self, rows: Sequence[Row]):
         if not rows:
             raise CannotMeasure("there are no results: measure something first.")
+        check_alike(rows)
         # Turns begin with another system each time, so the order is that of the first place.
         self.systems = list(dict.fromkeys(row["system"] for row in rows))
         self.rows: dict[Place, dict[str, dict[Load, list[Row]]]] = {}
@@ -69,6 +70,31 @@ class Found:
             pair = differing(row["answers"], its[0]["answers"])
             different, both = different + pair[0], both + pair[1]
         return different, both
+
+
+# Settings in which all rows must agree, those of a workload, those of a system.
+_OF_ALL = ("target_model", "device", "tp_size", "sampling", "keep_cache")
+_OF_WORKLOADS = ("data_sha256", "max_tokens")
+_OF_SYSTEMS = ("draft_model", "block_size", "attention_backend", "server_args")
+
+
+def check_alike(rows: Sequence[Row]) -> None:
+    """
+    Raises:
+        CannotMeasure: rows that cannot stand in one table are among them.
+    """
+    seen: dict[tuple[str, str], Any] = {}
+    for row in rows:
+        scopes = {"": _OF_ALL, row["workload"]: _OF_WORKLOADS, row["system"]: _OF_SYSTEMS}
+        for scope, names in scopes.items():
+            for name in names:
+                value = row["settings"].get(name)
+                if (other := seen.setdefault((scope, name), value)) != value:
+                    of = f" of {scope}" * bool(scope)
+                    raise CannotMeasure(
+                        f"results with different settings cannot stand in one table ({name}{of}: "
+                        f"{other} and {value}): report them apart, or give systems names of their own."
+                    )
 
 
 def part(row: Row, *names: str) -> Any:
@@ -198,6 +224,7 @@ def header(rows: Sequence[Row]) -> list[tuple[str, str]]:
         row["system"]: ", ".join(f"{k} {v}" for k, v in row["provenance"]["versions"].items())
         for row in measured
     }
+    busiest = max((row["client_busiest"] for row in measured), default=0.0)
     dates = sorted(o["date"] for o in origins)
     lines = [
         ("machine", gpus),
@@ -206,6 +233,7 @@ def header(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ("sampled", _each(_fields(row["settings"]["sampling"]) for row in measured)),
         ("goal", _each(_fields(row["settings"]["goal"]) for row in measured)),
         ("a cell", _each(_length(row["settings"]) for row in measured)),
+        ("clients", f"the busiest process took at most {busiest:.0%} of a processor"),
         ("commit", _each(o["commit"][:12] for o in origins)),
         ("measured", " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))),
     ]

@@ -77,7 +77,7 @@ def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> No
     output = tmp_path / "found.jsonl"
     places = ("--cells", "chat/greedy/1,2,3")
     with running(tmp_path / "doomed.log") as doomed:
-        servers = {"plain": plain.url, "doomed": doomed.url}
+        servers = {"plain": plain.url, "doomed": doomed.url, "nowhere": "http://127.0.0.1:9"}
 
         def kill() -> None:
             deadline = time.monotonic() + SECONDS
@@ -91,15 +91,19 @@ def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> No
         killer.join()
     found = rows(output)
     errors = {(row["system"], row["clients"]): row["error"] for row in found}
-    assert len(found) == 6
+    assert len(found) == 9
     assert [errors["plain", clients] for clients in (1, 2, 3)] == [None, None, None]
     assert errors["doomed", 1] is None and all(errors["doomed", clients] for clients in (2, 3))
     assert errors["doomed", 3].startswith("the server died")
+    nowhere = [errors["nowhere", clients] for clients in (1, 2, 3)]
+    assert all(error.startswith("the server did not start") for error in nowhere)
 
-    assert measure(output, servers | {"doomed": plain.url}, *places, "--resume") == 0
-    again = rows(output)[6:]
-    assert {(row["system"], row["clients"]) for row in again} == {("doomed", 2), ("doomed", 3)}
+    servers |= dict.fromkeys(("doomed", "nowhere"), plain.url)
+    assert measure(output, servers, *places, "--resume") == 0
+    again = rows(output)[9:]
     assert not any(row["error"] for row in again)
+    failed = {cell for cell, error in errors.items() if error}
+    assert {(row["system"], row["clients"]) for row in again} == failed
 
 
 @exact

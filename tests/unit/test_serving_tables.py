@@ -79,6 +79,16 @@ def test_tables(tmp_path: Path) -> None:
         report.text([])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("tp_size", 2), ("max_tokens", 9), ("server_args", ["--page-size", "16"])]
+)
+def test_what_was_measured_otherwise_stands_in_another_table(name: str, value: Any) -> None:
+    other = row("v2", 8, 9)
+    other["settings"] = other["settings"] | {name: value}
+    with pytest.raises(CannotMeasure, match=f"cannot stand in one table .{name}"):
+        report.text([*ROWS, other])
+
+
 def test_notes_say_what_a_reader_must_know() -> None:
     odd = [
         row("v2", 8, 9, client_busiest=0.9),
