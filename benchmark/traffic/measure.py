@@ -193,9 +193,19 @@ def measure(run: Run) -> None:
             seconds,
         ) as served,
     ):
-        origins = {each.name: origin.of(run, each) for each in served if not each.dead}
-        by_name = {each.name: each for each in served}
-        _measure_all(run, waiting, by_name, origins, clients)
+        _measure_all(run, waiting, served, _origins(run, served), clients)
+
+
+def _origins(run: Run, served: Sequence[Served]) -> dict[str, dict[str, Any]]:
+    """Where figures of each system come from, as far as its server answers."""
+    found = {}
+    for each in served:
+        if not each.dead:
+            try:
+                found[each.name] = origin.of(run, each)
+            except (requests.RequestException, ValueError) as error:
+                each.dead = f"the server died before it was asked ({type(error).__name__})"
+    return found
 
 
 def _warmer(
@@ -219,12 +229,12 @@ def _warmer(
 def _measure_all(
     run: Run,
     waiting: Sequence[Cell],
-    by_name: dict[str, Served],
+    systems: Sequence[Served],
     origins: dict[str, dict[str, Any]],
     clients: Clients,
 ) -> None:
     for cell in waiting:
-        served = by_name[cell.system]
+        served = next(each for each in systems if each.name == cell.system)
         if served.dead:
             run.keep(cell, {"error": served.dead, "provenance": {}})
             continue
@@ -313,7 +323,7 @@ def _ask(run: Run, cell: Cell, served: Served, clients: Clients) -> Heard:
             seconds=options.seconds,
             timeout=run.timeout(),
         )
-        total = None if options.seconds else job.most
+        total = None  # the time ends it
     else:
         due = list(enumerate(poisson(place.load.rate, options.seconds, most)))
         job = Job(served.url, bodies, arrivals=due, timeout=run.timeout())

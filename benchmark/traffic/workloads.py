@@ -13,12 +13,11 @@ import orjson
 from benchmark.errors import CannotMeasure
 from benchmark.prompts import chat_text
 
-# Files of JSON lines with `question` and, as far as it is known, `answer`.
+# Where the JSON lines of a workload, `question` and, as far as it is known, `answer`, may be in a
+# folder of data: the first that is there.
 FILES = {
-    "chat": "test.jsonl",
-    "gsm8k": "gsm8k.jsonl",
-    "long-prompt": "long-prompt.jsonl",
-    "reasoning": "reasoning.jsonl",
+    name: (f"{name}.jsonl", *(["test.jsonl"] * (name == "chat")), f"workloads/{name}.jsonl")
+    for name in ("chat", "gsm8k", "long-prompt", "reasoning")
 }
 KINDS = ("greedy", "sampled", "mixed")
 # Where no answer is known, and beyond what the longest known one has.
@@ -118,7 +117,8 @@ def load(name: str, folder: Path, tokenizer: Any, context: int) -> Workload:
     Raises:
         CannotMeasure: the file is missing, or a line is no prompt, or too long for the target.
     """
-    path = folder / FILES[name]
+    places = [folder / file for file in FILES[name]]
+    path = next((place for place in places if place.is_file()), places[0])
     rows = _rows(path, name)
     texts = [chat_text(tokenizer, row["question"]) for row in rows]
     prompts = [tokenizer.encode(text) for text in texts]

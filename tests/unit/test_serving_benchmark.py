@@ -306,6 +306,11 @@ def test_prompts_and_their_requests(tmp_path: Path) -> None:
     assert {body["max_tokens"] for body in short} == {64} and "stream" not in short[0]
     assert pool(tmp_path, context=200, answer="x" * 99).max_tokens == 200 - 20 - 32
     assert pool(tmp_path).max_tokens == 500 - 20 - 32  # no answer is known
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads" / "chat.jsonl").write_text('{"question": "other"}\n')
+    assert len(pool(tmp_path).prompts) == 3  # test.jsonl comes first
+    (tmp_path / "test.jsonl").rename(tmp_path / "test.json")
+    assert load("chat", tmp_path, Letters(), 500).texts == ["Question: other\nAnswer:"]
     with pytest.raises(CannotMeasure, match="leave no room for the answers"):
         pool(tmp_path, context=150, answer="x" * 99)
 
