@@ -17,6 +17,8 @@ OUT   ?= checkpoints/tiny
 TRAIN ?=
 # The release that `make rebase` tries.
 TO    ?=
+# Options of `make serving`, likewise.
+SERVING ?=
 
 # --- where and with what ------------------------------------------------------------------------
 BUILD ?= build
@@ -38,6 +40,7 @@ ENV_cuda    = FLASHINFER_DISABLE_VERSION_CHECK=1
 # The bundled pair knows its own problems, and 2,048 positions.
 SWEEP_tiny  = --dataset-path checkpoints/tiny/data/test.jsonl --max-new-tokens 512 --tp-sizes 1 \
 	--concurrencies 1,8 --questions-per-concurrency-base 32
+SERVING_cpu = --seconds 4
 ACCEPT_LENGTH = 6 to 10 tokens a round with the bundled pair
 
 # A fixed choice, made once: the shell commands above would otherwise run at every use.
@@ -57,14 +60,15 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 	'{"model": "default", "temperature": 0, "messages": [{"role": "user", "content": "$(QUESTION)"}]}'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve serve-plain test test-quick test-long test-gpu losslessness sweep lint fetch apply unapply refresh check-patches \
+.PHONY: help setup dev serve serve-plain test test-quick test-long test-gpu losslessness sweep serving lint fetch apply unapply refresh check-patches \
 	rebase lock tiny-pair inflate clean python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 	| awk -F'|' '{printf "  %-14s %s\n", $$1, $$2}'
 	@echo "For example: make serve PORT=8000 ARGS=\"--tp-size 2\"; make losslessness COMPARE=\"--limit 20 --mode greedy\";"
-	@echo "make sweep SWEEP=\"--concurrencies 1,8\"; make tiny-pair OUT=pair TRAIN=\"--seed 1\"; make test ARGS=\"-k stop\"."
+	@echo "make sweep SWEEP=\"--concurrencies 1,8\"; make serving SERVING=\"--systems v2 --loads 1,8,2/s\";"
+	@echo "make tiny-pair OUT=pair TRAIN=\"--seed 1\"; make test ARGS=\"-k stop\"."
 	@echo "Of all: ACCEL=cpu|cuda PYTHON VENV BUILD, DEV=1 (as make dev)"
 
 python:
@@ -115,6 +119,12 @@ sweep: setup ## plain decoding against DFLASH on GSM8K for MODEL and DRAFT; its 
 	--target-model $(MODEL) --draft-model $(DRAFT) --output-file $(BUILD)/sweep/gsm8k.jsonl --resume \
 	--plot $(BUILD)/sweep/plots $(if $(filter checkpoints/tiny/target,$(MODEL)),$(SWEEP_tiny)) $(SWEEP) \
 	$(if $(ARGS),-- $(ARGS))
+
+serving: setup ## what users get of servers, plain decoding and DFLASH of MODEL and DRAFT; its options are SERVING: docs/serving-benchmark.md
+	@mkdir -p $(BUILD)/serving
+	@env $(if $(filter cpu,$(ACCEL)),CUDA_VISIBLE_DEVICES=) $(BIN)/python benchmark/serving.py \
+	--target-model $(MODEL) --draft-model $(DRAFT) --output-file $(BUILD)/serving/serving.jsonl --resume \
+	--plot $(BUILD)/serving/plots $(SERVING_$(ACCEL)) $(SERVING)
 
 lint: setup ## ruff check, ruff format --check, and the order of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo --no-cache

@@ -11,17 +11,18 @@ Exit status: 0 good; 1 a cell failed, or is worse; 2 nothing could be measured o
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
 
+from benchmark.errors import CannotMeasure, CellFailed  # noqa: E402
 from benchmark.gsm8k import agreement, arguments, measure, plot, report, rows  # noqa: E402
 from benchmark.gsm8k.compare import compare  # noqa: E402
-from benchmark.gsm8k.errors import CannotSweep, CellFailed  # noqa: E402
-from benchmark.gsm8k.machine import Machine  # noqa: E402
+from benchmark.machine import Machine  # noqa: E402
+from benchmark.options import check_plot  # noqa: E402
+from benchmark.servers import end_by_signals  # noqa: E402
 
 GOOD, WORSE, NOTHING = 0, 1, 2
 
@@ -57,7 +58,7 @@ def show(found: Sequence[rows.Row], pictures: Path | None) -> None:
 def report_again(given: Sequence[str]) -> int:
     options = arguments.report_parser().parse_args(given)
     if options.plot is not None:
-        arguments.check_plot(options.plot)
+        check_plot(options.plot)
     show(rows.latest(rows.read(options.file)), options.plot)
     return GOOD
 
@@ -72,29 +73,19 @@ def compare_two(given: Sequence[str]) -> int:
 COMMANDS = {"report": report_again, "compare": compare_two, "agreement": agreement.main}
 
 
-def end_once(number: int, frame: object) -> None:
-    """The first signal ends the sweep; while it ends its server, others are of no use."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
-
-
 def main(given: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if given is None else given)
     try:
         if given and given[0] in COMMANDS:
             return COMMANDS[given[0]](given[1:])
         return sweep(given)
-    except (CannotSweep, CellFailed) as error:
+    except (CannotMeasure, CellFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return NOTHING
 
 
 if __name__ == "__main__":
-    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sent, end_once)
+    end_by_signals()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -21,6 +21,7 @@ _PACKAGES = (
     "sgl-kernel",
     "flashinfer-python",
     "triton",
+    "vllm",
     "transformers",
 )
 _GPU_FIELDS = (

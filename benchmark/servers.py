@@ -1,4 +1,4 @@
-"""SGLang servers as black boxes: which there are, how one is started, and that none is left."""
+"""Servers as black boxes: which there are, how one is started, and that none is left."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ OWN = {
     "v2-plan": _OVERLAPPED | {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
     "plain": {},
 }
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SWITCHES = sorted({name for environment in OWN.values() for name in environment})
 _DEVICES = {
     "cuda": {
@@ -43,13 +44,14 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """One SGLang installation in one mode.
+    """One installation of SGLang, or of another server, in one mode.
 
     Attributes:
         python: its interpreter.
         environment: variables beside those of this process.
         pythonpath: replaces this process's PYTHONPATH; None keeps it.
         arguments: server arguments that only this system gets.
+        launch: the module that is run, and what comes before all arguments.
     """
 
     name: str
@@ -57,6 +59,7 @@ class System:
     environment: Mapping[str, str] = field(default_factory=dict)
     pythonpath: str | None = None
     arguments: tuple[str, ...] = ()
+    launch: tuple[str, ...] = ("sglang.launch_server",)
 
     @property
     def speculative(self) -> bool:
@@ -110,11 +113,7 @@ class Server:
         self.start_seconds = 0.0
 
     def version(self) -> str:
-        for path in ("/server_info", "/get_server_info"):
-            answer = requests.get(self.url + path, timeout=30)
-            if answer.status_code == 200:
-                return str(answer.json().get("version", "unknown"))
-        return "unknown"
+        return version(self.url)
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -134,6 +133,45 @@ class Server:
         raise ServerFailed(f"it was not healthy after {seconds:.0f} s")
 
 
+def version(url: str) -> str:
+    """Of the server at a URL, by its own words."""
+    # vLLM's /server_info collects for seconds what is not asked here.
+    for path in ("/version", "/server_info", "/get_server_info"):
+        answer = requests.get(url + path, timeout=30)
+        if answer.status_code == 200 and "version" in (found := answer.json()):
+            return str(found["version"])
+    return "unknown"
+
+
+def start(system: System, device: str, arguments: Sequence[str], log: Path) -> Server:
+    """Starts a server and does not wait for it. Its caller holds signals back, and ends it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = [*system.launch[1:], *arguments, *system.arguments]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [system.python, "-m", system.launch[0], *given]
+            + ["--host", "127.0.0.1", "--port", str(port)],
+            env=system.full_environment(device),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            # `-m` puts the working folder before PYTHONPATH, and a peer must not find this project.
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    return Server(process, port, log, given)
+
+
+def free_log(folder: Path, name: str) -> Path:
+    """A log's name that no earlier start has taken."""
+    number = 1
+    while (path := folder / f"{name}{f'.{number}' * (number > 1)}.log").exists():
+        number += 1
+    return path
+
+
 @contextmanager
 def running(
     system: System, device: str, arguments: Sequence[str], log: Path, seconds: float
@@ -143,24 +181,10 @@ def running(
     Raises:
         ServerFailed: it did not get healthy in `seconds`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [system.python, "-m", "sglang.launch_server", *arguments, *system.arguments]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    process: subprocess.Popen | None = None
+    server: Server | None = None
     try:
-        with log.open("w") as out, held_back():
-            process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
-                env=system.full_environment(device),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                # `-m` puts the working folder before PYTHONPATH, and a peer must not find this project.
-                cwd=log.parent,
-                start_new_session=True,
-            )
-        server = Server(process, port, log, command[3:])
+        with held_back():
+            server = start(system, device, arguments, log)
         server.wait_until_healthy(seconds)
         yield server
     except ServerFailed as failure:
@@ -168,8 +192,8 @@ def running(
     except (requests.RequestException, RuntimeError) as error:
         raise ServerFailed(f"{system.name}: {error}\n{server.tail()}") from error
     finally:
-        if process is not None:
-            end(process)
+        if server is not None:
+            end(server.process)
 
 
 @contextmanager
@@ -177,8 +201,7 @@ def held_back() -> Iterator[None]:
     """Signals that would end this process wait, so that it forgets no process that it started."""
     arrived: list[int] = []
     before = {
-        each: signal.signal(each, lambda number, frame: arrived.append(number))
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        each: signal.signal(each, lambda number, frame: arrived.append(number)) for each in _ENDING
     }
     try:
         yield
@@ -189,16 +212,38 @@ def held_back() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def end(process: subprocess.Popen) -> None:
-    """Ends a process group, and makes sure that nobody of it is left."""
+def end(*processes: subprocess.Popen) -> None:
+    """Ends process groups, all at once, and makes sure that nobody of them is left."""
     with held_back():
+        left = list(processes)
         for sent, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
-                process.poll()  # a zombie would count as a member of the group
-                try:
-                    os.killpg(process.pid, sent)
-                except ProcessLookupError:
-                    process.wait()
-                    return
-                time.sleep(0.2)
+            while left and time.monotonic() < deadline:
+                left = [process for process in left if _lives(process, sent)]
+                if left:
+                    time.sleep(0.2)
+
+
+def _lives(process: subprocess.Popen, sent: int) -> bool:
+    """Whether the signal found anybody in the process's group."""
+    process.poll()  # a zombie would count as a member of the group
+    try:
+        os.killpg(process.pid, sent)
+    except ProcessLookupError:
+        process.wait()
+        return False
+    return True
+
+
+def end_by_signals() -> None:
+    """The first signal ends this benchmark as an exception; while it ends its servers, others do nothing."""
+    for each in _ENDING:
+        signal.signal(each, _end_once)
+
+
+def _end_once(number: int, frame: object) -> None:
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark.gsm8k.errors import CannotSweep
+from benchmark.errors import CannotMeasure
+from benchmark.options import (
+    at_least,
+    check_output,
+    check_plot,
+    make_folder,
+    names,
+    number,
+    numbers,
+)
 
 PROG = "benchmark/bench_gsm8k_sweep.py"
 WORKERS = ("v1", "v2")
@@ -34,45 +42,6 @@ _OURS = (
     *("--speculative-algorithm", "--speculative-draft-model-path"),
     *("--speculative-draft-attention-backend", "--speculative-dflash-draft-window-size"),
 )
-
-
-def at_least(smallest: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        if int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"{text} is less than {smallest}")
-        return int(text)
-
-    return integer
-
-
-def number(least: float, most: float, above: bool = False) -> Callable[[str], float]:
-    """A number from `least` (or above it) to `most`."""
-
-    def real(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most or math.isinf(value) or (above and value == least):
-            limit = "" if math.isinf(most) else f" and at most {most:g}"
-            raise argparse.ArgumentTypeError(
-                f"{text} is not {'above' if above else 'at least'} {least:g}{limit}"
-            )
-        return value
-
-    return real
-
-
-def numbers(text: str) -> list[int]:
-    """Positive numbers, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text} is not a list of positive numbers such as 1,8")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def names(text: str) -> list[str]:
-    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
-        raise argparse.ArgumentTypeError("the list is empty")
-    return found
 
 
 def workers(text: str) -> list[str]:
@@ -174,7 +143,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     """Options of a sweep, checked.
 
     Raises:
-        CannotSweep: options that do not go together, or that ask for what is not there.
+        CannotMeasure: options that do not go together, or that ask for what is not there.
     """
     own, server = list(given), []
     if "--" in own:
@@ -187,69 +156,38 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     if options.top_k != -1 and options.top_k < 1:
-        raise CannotSweep(f"--top-k {options.top_k} is no number of tokens: give 1 or more, or -1.")
+        raise CannotMeasure(
+            f"--top-k {options.top_k} is no number of tokens: give 1 or more, or -1."
+        )
     if options.base_url is not None:
         _check_attached(options)
     for argument in options.server_arguments:
         flag = argument.split("=")[0]
         if flag in _OURS:
-            raise CannotSweep(
+            raise CannotMeasure(
                 f"{flag} cannot follow --, because the sweep sets it itself: use the sweep's own "
                 "flags before the --."
             )
     if options.plot is not None:
         check_plot(options.plot)
-    if options.dry_run:
-        return
-    for flag in ("output_file", "dump_prompts"):
-        if (path := getattr(options, flag)) is not None:
-            _make_folder(f"--{flag.replace('_', '-')}", path.absolute().parent)
-    if options.resume:
-        return
-    if options.output_file.exists() and options.output_file.stat().st_size:
-        raise CannotSweep(
-            f"--output-file {options.output_file} has results already: go on with --resume, or name "
-            "another file."
-        )
-
-
-def _make_folder(flag: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotSweep(
-            f"{flag}: the folder {folder} cannot be made ({error.strerror}): name another one."
-        ) from None
+    check_output(options.output_file, again=options.resume, dry=options.dry_run)
+    if options.dump_prompts is not None and not options.dry_run:
+        make_folder("--dump-prompts", options.dump_prompts.absolute().parent)
 
 
 def _check_attached(options: argparse.Namespace) -> None:
     for name in _OF_SERVERS:
         if getattr(options, name):
             flag = "server arguments" if name == "server_arguments" else f"--{name}"
-            raise CannotSweep(
+            raise CannotMeasure(
                 f"{flag.replace('_', '-')} cannot be given to a server that runs already: leave out "
                 "that or --base-url."
             )
     if options.workers and len(options.workers) > 1:
-        raise CannotSweep(
+        raise CannotMeasure(
             "--base-url is one server: name the worker that it runs, as --workers v2, or leave "
             "--workers out."
         )
-
-
-def check_plot(folder: Path) -> None:
-    """Before hours of measuring rather than after them.
-
-    Raises:
-        CannotSweep: matplotlib is missing, or the folder is a file.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CannotSweep(
-            f"--plot {folder} needs matplotlib, which is not installed: install the extra `plot`, or "
-            "leave --plot out."
-        )
-    if folder.exists() and not folder.is_dir():
-        raise CannotSweep(f"--plot {folder} is a file: name a folder.")
 
 
 def report_parser() -> argparse.ArgumentParser:

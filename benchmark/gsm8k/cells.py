@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from benchmark.gsm8k import arguments
-from benchmark.gsm8k.machine import Machine, label
+from benchmark.machine import Machine, label
 
 BASELINE = "baseline"
 DFLASH = "dflash"  # a server that runs already, of which only this much can be asked

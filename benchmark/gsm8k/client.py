@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmark.gsm8k.errors import CellFailed
+from benchmark.errors import CellFailed
 
 READ_BUFFER = 10 << 20  # bytes; a chunk holds the whole answer so far
 

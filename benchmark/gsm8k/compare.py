@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import tables
+from benchmark.errors import CannotMeasure
 from benchmark.gsm8k import rows
 from benchmark.gsm8k.cells import Cell
-from benchmark.gsm8k.errors import CannotSweep
 from benchmark.gsm8k.report import figure
 
 # More of each is better.
@@ -50,12 +50,14 @@ def compare(first: Path, second: Path, tolerance: float) -> Comparison:
         tolerance: part of a figure that may be lost.
 
     Raises:
-        CannotSweep: a file cannot be read, or they have no cell in common.
+        CannotMeasure: a file cannot be read, or they have no cell in common.
     """
     found = [rows.latest(rows.read(path)) for path in (first, second)]
     mine, its = ({rows.cell_of(row): row for row in each} for each in found)
     if not mine.keys() & its.keys():
-        raise CannotSweep(f"{first} and {second} have no cell in common: nothing can be compared.")
+        raise CannotMeasure(
+            f"{first} and {second} have no cell in common: nothing can be compared."
+        )
     table = [["backend", "tp", "arm", "conc", "figure", "A", "B", "B / A"]]
     worse: list[str] = []
     for cell, row in mine.items():

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from benchmark.gsm8k.answers import final_number
 from benchmark.gsm8k.client import Answer
 from benchmark.gsm8k.questions import Question
+from benchmark.percentiles import percentiles
 
 COUNTS = ("right", "without_number", "cut", "prompt_tokens", "completion_tokens", "verify_steps")
 RATES = ("output_tok_s", "accuracy", "accept_length", "accept_length_of_tokens")
@@ -53,13 +52,6 @@ def sample(asked: Sequence[Question], answers: Sequence[Answer], seconds: float)
         "inter_token_ms": percentiles([ms for answer in answers for ms in answer.inter_token_ms()]),
         "latency_ms": percentiles([answer.seconds * 1e3 for answer in answers]),
     }
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and 99th percentile; None of nothing, as when every answer came in one chunk."""
-    if not values:
-        return None
-    return {f"p{p}": round(float(np.percentile(values, p)), 4) for p in (50, 99)}
 
 
 def digest(answers: Sequence[Answer]) -> str:

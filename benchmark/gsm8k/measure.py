@@ -15,13 +15,14 @@ import requests
 from tqdm import tqdm
 
 from benchmark import provenance
+from benchmark.errors import CannotMeasure, CellFailed
 from benchmark.gsm8k import arguments, cells, rows, server
 from benchmark.gsm8k.cells import Cell
 from benchmark.gsm8k.client import Load, ask
-from benchmark.gsm8k.errors import CannotSweep, CellFailed
 from benchmark.gsm8k.figures import over_repeats, sample
-from benchmark.gsm8k.machine import Machine, label, revision
-from benchmark.gsm8k.questions import Question, dump, load_problems, load_tokenizer, questions
+from benchmark.gsm8k.questions import Question, load_problems, questions
+from benchmark.machine import Machine, label, revision
+from benchmark.prompts import dump, load_tokenizer
 from benchmark.servers import ServerFailed, System
 
 WARM_UP_TOKENS = 128
@@ -78,7 +79,9 @@ def prepare(options: argparse.Namespace, machine: Machine) -> Sweep | None:
     for line in skipped:
         print(line, flush=True)
     if not planned:
-        raise CannotSweep("no cell is left: give a smaller --tp-sizes, or what is to be measured.")
+        raise CannotMeasure(
+            "no cell is left: give a smaller --tp-sizes, or what is to be measured."
+        )
     if options.dry_run:
         _say_plan(options, machine, planned)
         return None
@@ -88,7 +91,8 @@ def prepare(options: argparse.Namespace, machine: Machine) -> Sweep | None:
     print(f"questions: {len(asked)} of {problems.source}", flush=True)
     if options.dump_prompts is not None:
         most = max(cells.questions(options, cell) for cell in planned)
-        dump(asked[:most], options.dump_prompts)
+        texts = [(each.text, f"#### {each.answer}") for each in asked[:most]]
+        dump(texts, options.dump_prompts)
     data = {"data": problems.source, "data_sha256": problems.sha256}
     data["instruction"] = problems.instruction
     sweep = Sweep(options, machine, planned, asked, data)
@@ -145,7 +149,7 @@ def _measure_server(sweep: Sweep, waiting: list[Cell]) -> None:
             sweep.keep(cell, result)
             if result["error"] and waiting and not served.usable():
                 if sweep.options.base_url is not None:
-                    raise CannotSweep(
+                    raise CannotMeasure(
                         f"the server at {sweep.options.base_url} serves no more: start it again, then "
                         "go on with --resume."
                     )

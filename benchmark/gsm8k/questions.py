@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 
 import requests
 
+from benchmark.errors import CannotMeasure
 from benchmark.gsm8k.answers import final_number
-from benchmark.gsm8k.errors import CannotSweep
+from benchmark.prompts import chat_text
 from benchmark.shapes import ROOT
 
 BUNDLED = ROOT / "checkpoints" / "tiny" / "data" / "test.jsonl"
@@ -64,7 +64,7 @@ def load_problems(path: Path | None) -> Problems:
     """The problems of a file; without one, GSM8K's test split, or else the bundled problems.
 
     Raises:
-        CannotSweep: the file cannot be read, or a line is not a problem.
+        CannotMeasure: the file cannot be read, or a line is not a problem.
     """
     if path is not None and path.resolve() != BUNDLED:
         return Problems.of(path.name, INSTRUCTION, read_file(path))
@@ -79,7 +79,7 @@ def read_file(path: Path) -> list[dict[str, str]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CannotSweep(
+        raise CannotMeasure(
             f"--dataset-path {path} cannot be read ({error}): give a GSM8K JSONL file."
         ) from None
     rows = [
@@ -88,7 +88,7 @@ def read_file(path: Path) -> list[dict[str, str]]:
         if line.strip()
     ]
     if not rows:
-        raise CannotSweep(f"--dataset-path {path} holds no problems: give one a line.")
+        raise CannotMeasure(f"--dataset-path {path} holds no problems: give one a line.")
     return rows
 
 
@@ -97,13 +97,15 @@ def _checked(line: str, where: str) -> dict[str, str]:
         row = json.loads(line)
         question, answer = row["question"], str(row["answer"])
     except (ValueError, KeyError, TypeError):
-        raise CannotSweep(
+        raise CannotMeasure(
             f'{where} is not {{"question": …, "answer": …}}: give a GSM8K JSONL file.'
         ) from None
     if not isinstance(question, str) or not question.strip():
-        raise CannotSweep(f"the question in {where} is not a text: write one.")
+        raise CannotMeasure(f"the question in {where} is not a text: write one.")
     if final_number(answer) is None:
-        raise CannotSweep(f"the answer in {where} has no number: end it with #### and the number.")
+        raise CannotMeasure(
+            f"the answer in {where} has no number: end it with #### and the number."
+        )
     return {"question": question, "answer": answer}
 
 
@@ -130,51 +132,14 @@ def _from_hub() -> list[dict[str, str]]:
     return [dict(row) for row in load_dataset("openai/gsm8k", "main", split="test")]
 
 
-def load_tokenizer(path: str) -> Any:
-    """The target's tokenizer.
-
-    Raises:
-        CannotSweep: there is none at `path`.
-    """
-    from transformers import AutoTokenizer  # takes seconds, and a dry run goes without
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise CannotSweep(
-            f"the tokenizer of {path} cannot be loaded ({str(error).splitlines()[0]}): name a "
-            "folder or a model of the hub with --target-model."
-        ) from None
-
-
 def questions(problems: Problems, tokenizer: Any, thinking: bool) -> list[Question]:
     """All problems in their order, in the target's chat format.
 
     Args:
-        tokenizer: Hugging Face tokenizer of the target. Without a chat template the question stands
-            between `Question:` and `Answer:`.
-        thinking: what the template is told as `enable_thinking`; most know nothing of it.
+        tokenizer, thinking: see `benchmark.prompts.chat_text`.
     """
     asked = []
     for row in problems.rows:
-        text = row["question"] + problems.instruction
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}],
-                add_generation_prompt=True,
-                tokenize=False,
-                enable_thinking=thinking,
-            )
-            text = text.removeprefix(tokenizer.bos_token or "")
-        else:
-            text = f"Question: {text}\nAnswer:"
+        text = chat_text(tokenizer, row["question"] + problems.instruction, thinking)
         asked.append(Question(tokenizer.encode(text), text, final_number(row["answer"])))
     return asked
-
-
-def dump(asked: Sequence[Question], path: Path) -> None:
-    """Writes prompts as `sglang.bench_serving --dataset-name custom` reads them."""
-    rows = [
-        {"conversations": [{"content": q.text}, {"content": f"#### {q.answer}"}]} for q in asked
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,10 +14,10 @@ from typing import Any
 import requests
 
 from benchmark import servers
+from benchmark.errors import CannotMeasure, CellFailed
 from benchmark.gsm8k import arguments
 from benchmark.gsm8k.cells import BASELINE, DFLASH, Cell, split_arguments
-from benchmark.gsm8k.errors import CannotSweep, CellFailed
-from benchmark.gsm8k.machine import Machine, label, location
+from benchmark.machine import Machine, label, location
 
 _SYSTEMS = {BASELINE: "plain", "v1": "v1", "v2": "v2-plan"}
 BUNDLED_TARGET = "checkpoints/tiny/target"
@@ -120,7 +120,7 @@ def served(options: argparse.Namespace, machine: Machine, cell: Cell) -> Iterato
         yield Served(options.base_url.rstrip("/"))
         return
     folder = (options.logs or options.output_file.with_suffix(".logs")).absolute()
-    log = _free(folder, f"{cell.backend}-tp{cell.tp}-{cell.arm}")
+    log = servers.free_log(folder, f"{cell.backend}-tp{cell.tp}-{cell.arm}")
     given = command(options, machine, cell)
     with servers.running(
         system(options, cell.arm), machine.device, given, log, options.timeout_s
@@ -128,36 +128,30 @@ def served(options: argparse.Namespace, machine: Machine, cell: Cell) -> Iterato
         yield Served(server.url, server.arguments, round(server.start_seconds, 1))
 
 
-def _free(folder: Path, name: str) -> Path:
-    """A log's name that no earlier start has taken."""
-    number = 1
-    while (path := folder / f"{name}{f'.{number}' * (number > 1)}.log").exists():
-        number += 1
-    return path
-
-
 def attached(options: argparse.Namespace) -> list[Cell]:
     """The cells of `--base-url`, by what that server says of itself; names its target too.
 
     Raises:
-        CannotSweep: it does not answer, or is no such server as `--workers` says.
+        CannotMeasure: it does not answer, or is no such server as `--workers` says.
     """
     url = options.base_url.rstrip("/")
     try:
         info = Served(url).info()
     except (requests.RequestException, ValueError) as error:
-        raise CannotSweep(
+        raise CannotMeasure(
             f"the server at --base-url {url} does not answer /server_info ({type(error).__name__}): "
             "start it, or give its URL."
         ) from None
     algorithm = info.get("speculative_algorithm")
     if options.workers and algorithm != "DFLASH":
-        raise CannotSweep(
+        raise CannotMeasure(
             f"--workers {options.workers[0]} is given, but the server at {url} runs "
             f"{algorithm or 'plain decoding'}: leave --workers out."
         )
     if algorithm not in (None, "DFLASH"):
-        raise CannotSweep(f"the server at {url} runs {algorithm}: give one with DFLASH, or plain.")
+        raise CannotMeasure(
+            f"the server at {url} runs {algorithm}: give one with DFLASH, or plain."
+        )
     arm = (options.workers or [DFLASH])[0] if algorithm else BASELINE
     options.target_model = options.target_model or info["tokenizer_path"]
     options.draft_model = info.get("speculative_draft_model_path")

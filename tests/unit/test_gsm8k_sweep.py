@@ -15,6 +15,7 @@ import pytest
 
 from benchmark import servers
 from benchmark.bench_gsm8k_sweep import main
+from benchmark.errors import CannotMeasure
 from benchmark.gsm8k import (
     arguments,
     cells,
@@ -28,8 +29,7 @@ from benchmark.gsm8k import (
 )
 from benchmark.gsm8k import server as gsm8k_server
 from benchmark.gsm8k.cells import Cell
-from benchmark.gsm8k.errors import CannotSweep
-from benchmark.gsm8k.machine import Machine, label, revision
+from benchmark.machine import Machine, label, revision
 from benchmark.shapes import ROOT
 from tests.unit.test_gsm8k_questions import PROBLEM, write
 
@@ -269,7 +269,7 @@ def test_summary(tmp_path: Path) -> None:
 
 def test_what_is_not_comparable_stands_in_no_table(capsys: pytest.CaptureFixture) -> None:
     other = {**ROWS[1], "settings": {**ROWS[1]["settings"], "page_size": 16}}
-    with pytest.raises(CannotSweep, match="page_size: None and 16"):
+    with pytest.raises(CannotMeasure, match="page_size: None and 16"):
         report.text([ROWS[0], other])
 
 

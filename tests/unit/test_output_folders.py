@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmark.gsm8k.machine import Machine
 
 from benchmark import measure, rounds
 from benchmark.bench_gsm8k_sweep import main as sweep
-from benchmark.gsm8k.machine import Machine
 from benchmark.shapes import ROOT
 from sglang_dflash.losslessness.__main__ import main as losslessness
 from sglang_dflash.soak.__main__ import parse as parse_soak

@@ -1,0 +1,1 @@
+"""The serving benchmark: servers asked as users ask them."""

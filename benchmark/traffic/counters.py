@@ -1,0 +1,83 @@
+"""What servers count themselves: verify steps, tokens, versions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import requests
+
+# Verify steps, one for each request in a round: this project, newer SGLang, vLLM.
+STEPS = (
+    "sglang:dflash_rounds_total",
+    "sglang:spec_verify_calls_total",
+    "vllm:spec_decode_num_drafts_total",
+)
+TOKENS = ("sglang:generation_tokens_total", "vllm:generation_tokens_total")
+
+
+@dataclass(frozen=True)
+class Counters:
+    """As they stand at a moment; None for what a server does not count.
+
+    Attributes:
+        steps: verify steps.
+        tokens: of answers.
+    """
+
+    steps: float | None = None
+    tokens: float | None = None
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(*map(_difference, (self.steps, self.tokens), (before.steps, before.tokens)))
+
+
+def _difference(now: float | None, before: float | None) -> float | None:
+    return None if now is None else now - (before or 0.0)
+
+
+def parse(text: str) -> Counters:
+    """Counters of a Prometheus page, summed over their labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.split("{")[0]
+        if name in STEPS or name in TOKENS:
+            found[name] = found.get(name, 0.0) + float(value)
+    return Counters(
+        next((found[name] for name in STEPS if name in found), None),
+        next((found[name] for name in TOKENS if name in found), None),
+    )
+
+
+def read(url: str) -> Counters:
+    """Counters of a server; one that shows none has none."""
+    answer = requests.get(f"{url}/metrics", timeout=60)
+    return parse(answer.text) if answer.status_code == 200 else Counters()
+
+
+def mean_accept_length(url: str) -> float | None:
+    """Of a server of SGLang without `--enable-metrics`: since its cache was flushed, to 40 rounds."""
+    answer = requests.get(f"{url}/server_info", timeout=60)
+    if answer.status_code != 200:
+        return None
+    states = answer.json().get("internal_states") or [{}]
+    return states[0].get("avg_spec_accept_length")
+
+
+_VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+
+
+def kv_tokens(info: dict, page: str) -> int | None:
+    """Slots of the KV pool of a server, as it says itself; None if it does not.
+
+    Args:
+        info: its `/server_info`, if it is one of SGLang.
+        page: its `/metrics`.
+    """
+    if "max_total_num_tokens" in info:
+        return info["max_total_num_tokens"]
+    found = _VLLM_CACHE.search(page)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
+    sizes = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
+    return int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else None

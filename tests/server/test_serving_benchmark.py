@@ -1,0 +1,153 @@
+"""The serving benchmark on real servers: what it counts is what they count, and a dead one costs its own cells."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmark import serving
+from tests.server.harness import DEVICE, ROOT, Server, environment, running
+
+REQUESTS = 6
+SECONDS = 120
+
+exact = pytest.mark.skipif(DEVICE != "cpu", reason="batches of a GPU round in other ways each time")
+
+
+def rows(output: Path) -> list[dict]:
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
+def measure(output: Path, servers: dict[str, str], *more: str) -> int:
+    """Exit status of a run on servers that run already."""
+    given = [part for name, url in servers.items() for part in ("--url", f"{name}={url}")]
+    given += ["--requests", str(REQUESTS), "--least-per-client", "1", "--seconds", "30"]
+    return serving.main([*given, "--output-file", str(output), *more])
+
+
+@exact
+def test_counts_what_the_servers_count(
+    tmp_path: Path, plain: Server, dflash: Server, prompts: list[str]
+) -> None:
+    """Tokens, verify steps and answers, beside those of the native API."""
+    output = tmp_path / "found.jsonl"
+    places = ("--cells", "chat/greedy/3", "chat/mixed/20/s")
+    assert measure(output, {"plain": plain.url, "dflash": dflash.url}, *places) == 0
+    expected = plain.references(prompts[:REQUESTS])
+    tokens = sum(each["meta_info"]["completion_tokens"] for each in expected)
+    greedy = rows(output)[:2]
+    assert [row["system"] for row in greedy] == ["plain", "dflash"]
+    for row in greedy:
+        assert (row["requests"], row["completion_tokens"], row["cut"]) == (REQUESTS, tokens, 0)
+        assert row["output_tok_s"] * row["seconds"] == pytest.approx(tokens)
+        assert 0 < row["ttft_ms"]["p50"] <= row["latency_ms"]["p50"] <= row["seconds"] * 1e3
+        assert row["flushed"] and len(row["answers"]) == 4 * REQUESTS
+    assert greedy[0]["answers"] == greedy[1]["answers"]
+    assert greedy[0]["verify_steps"] is None and greedy[0]["accept_length"] is None
+
+    drafted = [each["meta_info"] for each in dflash.references(prompts[:REQUESTS])]
+    steps = sum(meta["spec_verify_ct"] for meta in drafted)
+    assert greedy[1]["verify_steps"] == steps
+    assert greedy[1]["accept_length"] == pytest.approx((tokens - REQUESTS) / steps)
+    for row in rows(output):
+        assert row["server_tokens"] in (None, row["completion_tokens"])
+    assert greedy[1]["server_tokens"] == tokens
+
+    mixed = rows(output)[2:]
+    assert [row["system"] for row in mixed] == ["dflash", "plain"]
+    assert len({row["answers"] for row in mixed}) == 1  # the greedy half
+    assert (
+        mixed[0]["answers"][4:8] == "----" and mixed[0]["answers"][:4] == greedy[0]["answers"][:4]
+    )
+    assert all(row["rate"] == 20 and row["requests"] == REQUESTS for row in mixed)
+    assert "| dflash |" in output.with_suffix(".md").read_text()
+
+
+@exact
+def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> None:
+    output = tmp_path / "found.jsonl"
+    places = ("--cells", "chat/greedy/1,2,3")
+    with running(tmp_path / "doomed.log") as doomed:
+        servers = {"plain": plain.url, "doomed": doomed.url, "nowhere": "http://127.0.0.1:9"}
+
+        def kill() -> None:
+            deadline = time.monotonic() + SECONDS
+            while len(rows(output)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.killpg(doomed.process.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert measure(output, servers, *places) == 1
+        killer.join()
+    found = rows(output)
+    errors = {(row["system"], row["clients"]): row["error"] for row in found}
+    assert len(found) == 9
+    assert [errors["plain", clients] for clients in (1, 2, 3)] == [None, None, None]
+    assert errors["doomed", 1] is None and all(errors["doomed", clients] for clients in (2, 3))
+    assert errors["doomed", 3].startswith("the server died")
+    nowhere = [errors["nowhere", clients] for clients in (1, 2, 3)]
+    assert all(error.startswith("the server did not start") for error in nowhere)
+
+    servers |= dict.fromkeys(("doomed", "nowhere"), plain.url)
+    assert measure(output, servers, *places, "--resume") == 0
+    again = rows(output)[9:]
+    assert not any(row["error"] for row in again)
+    failed = {cell for cell, error in errors.items() if error}
+    assert {(row["system"], row["clients"]) for row in again} == failed
+
+
+@exact
+def test_it_stops_when_the_time_is_up(
+    tmp_path: Path, plain: Server, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "found.jsonl"
+    places = ("--cells", "chat/greedy/1,2", "--stop-after")
+    assert measure(output, {"plain": plain.url}, *places, "1") == 2
+    assert rows(output) == [] and "2 cells are left" in capsys.readouterr().out
+    assert measure(output, {"plain": plain.url}, *places, "600", "--resume") == 0
+    assert len(rows(output)) == 2
+
+
+def servers_of(logs: Path) -> list[psutil.Process]:
+    """Living processes that were started in the folder of the logs, as servers are."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(logs) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.command
+def test_a_signal_ends_all_servers(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [sys.executable, "benchmark/serving.py", "--systems", "plain,v2", "--logs", str(logs)]
+    command += ["--output-file", str(tmp_path / "found.jsonl")]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + SECONDS
+    while len(servers_of(logs)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert "0 of 8 cells are in" in said and "Traceback" not in said
+    assert servers_of(logs) == []
