@@ -12,6 +12,11 @@ COMPARE ?=
 JOBS ?= 2
 # Options of `make sweep`; they come after those for the bundled pair and win.
 SWEEP ?=
+# Where `make tiny-pair` puts the pair, and options of its trainer.
+OUT   ?= checkpoints/tiny
+TRAIN ?=
+# The release that `make rebase` tries.
+TO    ?=
 
 # --- where and with what ------------------------------------------------------------------------
 BUILD ?= build
@@ -53,13 +58,14 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev serve serve-plain test test-quick test-long test-gpu losslessness sweep lint fetch apply unapply refresh check-patches \
-	rebase lock tiny-pair clean python
+	rebase lock tiny-pair inflate clean python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 	| awk -F'|' '{printf "  %-14s %s\n", $$1, $$2}'
 	@echo "For example: make serve PORT=8000 ARGS=\"--tp-size 2\"; make losslessness COMPARE=\"--limit 20 --mode greedy\";"
-	@echo "make sweep SWEEP=\"--concurrencies 1,8\"; make test ARGS=\"-k stop\". Of all: ACCEL=cpu|cuda PYTHON VENV BUILD, DEV=1 (as make dev)"
+	@echo "make sweep SWEEP=\"--concurrencies 1,8\"; make tiny-pair OUT=pair TRAIN=\"--seed 1\"; make test ARGS=\"-k stop\"."
+	@echo "Of all: ACCEL=cpu|cuda PYTHON VENV BUILD, DEV=1 (as make dev)"
 
 python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 with the module venv was found:" \
@@ -87,10 +93,10 @@ serve-plain: setup ## the same without speculation; MODEL PORT ARGS
 test: setup ## unit tests, tests of the patch queue, tests on a real server; JOBS at once, ARGS of pytest
 	@$(PYTEST) -m "not long" $(wildcard tests/unit tests/patches tests/server) $(ARGS)
 
-test-quick: setup ## unit tests, and an answer of each worker; ARGS of pytest
+test-quick: setup ## unit tests, and an answer of each worker; JOBS at once, ARGS of pytest
 	@$(PYTEST) -m quick $(wildcard tests/unit tests/server) $(ARGS)
 
-test-long: setup ## what takes long by nature: before a problem is called solved; ARGS of pytest
+test-long: setup ## what takes long by nature: before a problem is called solved; JOBS at once, ARGS of pytest
 	@$(PYTEST) -m long $(wildcard tests/unit tests/patches tests/server) $(ARGS)
 	@DFLASH_TEST_PROMPTS=100 $(PYTEST) tests/server/test_features.py $(ARGS)
 
@@ -135,8 +141,13 @@ rebase: python ## try the series on another release: make rebase TO=0.5.11
 lock: setup ## resolve requirements/*.in again and write the locks
 	@$(PYTHON) -m requirements.lock --uv $(BUILD)/bootstrap/bin/uv
 
-tiny-pair: setup ## train checkpoints/tiny again
-	@$(BIN)/python -m checkpoints.trainer --out checkpoints/tiny
+tiny-pair: setup ## train the bundled pair again, into OUT (checkpoints/tiny); options of its trainer are TRAIN, as TRAIN=--help
+	@$(BIN)/python -m checkpoints.trainer --out $(OUT) $(TRAIN)
+
+inflate: setup ## write MODEL and DRAFT into the SHAPE of a large pair: make inflate SHAPE=qwen3-8b; docs/inflated-pairs.md
+	@test -n "$(SHAPE)" || { echo "error: name the shape: make inflate SHAPE=qwen3-8b" >&2; exit 1; }
+	@$(BIN)/python -m checkpoints.inflate --shape $(SHAPE) --target $(MODEL) --drafter $(DRAFT) \
+	--out $(BUILD)/inflated/$(SHAPE)
 
 clean: python ## remove .venv and build/; refused while build/sglang has work that patches/ lacks
 	@$(QUEUE) unapply

@@ -166,6 +166,7 @@ def main(arguments: list[str]) -> int:
             tables.read_lines(args.files), args.rejected, args.simulate_acceptance
         )
         if args.write:
+            args.write.parent.mkdir(parents=True, exist_ok=True)
             args.write.write_text(text)
         else:
             sys.stdout.write(text)

@@ -41,12 +41,12 @@ def _qwen3(**fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def _b16(layers: int, taps: list[int]) -> dict[str, Any]:
-    """A z-lab drafter with blocks of 16 slots."""
+def _drafter(layers: int, taps: list[int], block: int = 16, mask: int = 151669) -> dict[str, Any]:
+    """A drafter of z-lab's, with as many slots in a block."""
     return {
         "num_hidden_layers": layers,
-        "block_size": 16,
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": taps},
+        "block_size": block,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": taps},
     }
 
 
@@ -55,7 +55,7 @@ SHAPES = {
         _qwen3(
             hidden_size=4096, num_hidden_layers=36, num_key_value_heads=8, intermediate_size=12288
         ),
-        _b16(5, [1, 9, 17, 25, 33]),
+        _drafter(5, [1, 9, 17, 25, 33]),
     ),
     "qwen3-4b": Shape(
         _qwen3(
@@ -65,7 +65,7 @@ SHAPES = {
             intermediate_size=9728,
             tie_word_embeddings=True,
         ),
-        _b16(5, [1, 9, 17, 25, 33]),
+        _drafter(5, [1, 9, 17, 25, 33]),
     ),
     "qwen3-30b-a3b": Shape(
         _qwen3(
@@ -82,7 +82,47 @@ SHAPES = {
             decoder_sparse_step=1,
             mlp_only_layers=[],
         ),
-        _b16(8, [1, 12, 23, 34, 45]),
+        _drafter(8, [1, 12, 23, 34, 45]),
+    ),
+    "qwen3-32b": Shape(
+        _qwen3(
+            hidden_size=5120,
+            num_hidden_layers=64,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            intermediate_size=25600,
+        ),
+        # z-lab has none for it; that of its 27B target, which has as many layers, has these taps.
+        _drafter(5, [1, 16, 31, 46, 61]),
+    ),
+    "llama-3.1-8b": Shape(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 14336,
+            "mlp_bias": False,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 500000.0,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "tie_word_embeddings": False,
+        },
+        _drafter(5, [1, 8, 15, 22, 29], block=10, mask=128002),  # its layers are Qwen3's
     ),
     "tiny": Shape(folder=TINY),
 }

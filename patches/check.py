@@ -1,14 +1,15 @@
 """What the series must fulfil on the pinned release, and a trial on another one."""
 
+import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from patches.checkout import Places, checked_tip, commit_patch, load, try_patch
+from patches.checkout import Places, checked_tip, commit_patch, load, move, try_patch
 from patches.git import Repo
 from patches.patch import Patch, export, file_name, header
 from patches.pin import Pin, QueueError
-from patches.upstream import check_upstream, download, fetch, unpack
+from patches.upstream import check_upstream, download, fetch, sha256, unpack
 
 
 @contextmanager
@@ -95,21 +96,52 @@ def check(places: Places) -> str:
 
 
 def rebase(places: Places, version: str) -> tuple[str, bool]:
-    """Try each patch on another release; returns the report and whether all applied."""
+    """Try each patch on another release, in build/rebase; returns the report and whether all applied."""
     _, patches = load(places)
-    lines, good = [], True
-    with tempfile.TemporaryDirectory(prefix="dflash-rebase-") as name:
-        folder = Path(name)
-        wheel = download(f"sglang=={version}", folder)
-        repo = unpack(wheel, version, folder / "sglang")
-        tip = repo.resolve("upstream^{commit}")
-        for patch in patches:
-            try:
-                tip, moved = try_patch(repo, patch, tip, folder / "index")
-                where = f" (hunks at other lines: {len(moved)})" if moved else ""
-                lines.append(f"applies         {patch.name}{where}")
-            except QueueError as error:
-                # The next patches are tried without it, so that one report shows all the work.
-                lines.append(f"does not apply  {str(error).replace(' does not apply', '', 1)}")
-                good = False
-    return "\n".join(lines), good
+    folder = places.build / "rebase"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    wheel = download(f"sglang=={version}", folder)
+    repo = unpack(wheel, version, folder / "sglang")
+    tip, lines, missing = repo.resolve("upstream^{commit}"), [], []
+    for patch in patches:
+        try:
+            tip, moved = try_patch(repo, patch, tip, folder / "index")
+            where = f" (hunks at other lines: {len(moved)})" if moved else ""
+            lines.append(f"applies         {patch.name}{where}")
+        except QueueError as error:
+            # The next patches are tried without it, so that one report shows all the work.
+            lines.append(f"does not apply  {str(error).replace(' does not apply', '', 1)}")
+            missing.append(patch)
+    move(repo, tip)
+    new = pin_of(wheel, version, repo.resolve("upstream:sglang"))
+    lines += ["", "pin.toml of this release:", *(f'{name} = "{value}"' for name, value in new), ""]
+    return "\n".join(
+        [*lines, _next_step(places, repo, version, len(patches), missing)]
+    ), not missing
+
+
+def pin_of(wheel: Path, version: str, tree: str) -> list[tuple[str, str]]:
+    """What pin.toml must say of another release; series_tree aside, which `make refresh` writes."""
+    return [
+        ("version", version),
+        ("requirement", f"sglang=={version}"),
+        ("wheel", wheel.name),
+        ("sha256", sha256(wheel)),
+        ("local_version", f"{version}+dflash.1"),
+        ("upstream_tree", tree),
+    ]
+
+
+def _next_step(places: Places, repo: Repo, version: str, count: int, missing: list[Patch]) -> str:
+    mend = ""
+    if missing:
+        mend = (
+            f"commit the other {len(missing)} by hand in {repo.path}, which has those that do, each "
+            "with its header as the message; "
+        )
+    return (
+        f"{count - len(missing)} of {count} patches apply to sglang {version}. Next: {mend}put "
+        f"{repo.path} in the place of {places.checkout}, write the lines above into {places.pin} and "
+        "the version into requirements/common.in, and run make refresh check-patches lock test."
+    )

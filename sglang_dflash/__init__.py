@@ -3,7 +3,7 @@
 Drafts a block of tokens in one pass of a small block-diffusion model and verifies the block in
 one pass of the target. The package holds all the logic; `patches/` makes SGLang call it.
 
-A round goes through four stages, each a module: `propose` → `verify` → `accept` → `commit`.
+A round goes through four stages, each a module of `round`: `propose` → `verify` → `accept` → `commit`.
 """
 
 from __future__ import annotations

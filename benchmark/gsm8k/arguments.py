@@ -199,16 +199,27 @@ def _check(options: argparse.Namespace) -> None:
             )
     if options.plot is not None:
         check_plot(options.plot)
-    folder = options.output_file.absolute().parent
-    if not folder.is_dir():
-        raise CannotSweep(f"the folder of --output-file {options.output_file} does not exist.")
-    if options.dry_run or options.resume:
+    if options.dry_run:
+        return
+    for flag in ("output_file", "dump_prompts"):
+        if (path := getattr(options, flag)) is not None:
+            _make_folder(f"--{flag.replace('_', '-')}", path.absolute().parent)
+    if options.resume:
         return
     if options.output_file.exists() and options.output_file.stat().st_size:
         raise CannotSweep(
             f"--output-file {options.output_file} has results already: go on with --resume, or name "
             "another file."
         )
+
+
+def _make_folder(flag: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotSweep(
+            f"{flag}: the folder {folder} cannot be made ({error.strerror}): name another one."
+        ) from None
 
 
 def _check_attached(options: argparse.Namespace) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from benchmark.gsm8k.cells import ARMS, BASELINE, Cell
 from benchmark.gsm8k.figures import added
-from benchmark.gsm8k.report import figure
+from benchmark.gsm8k.report import caption, figure
 from benchmark.gsm8k.rows import Row, cell_of, good
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = dict(zip(ARMS, ("0.45", "C0", "C3", "C2"), strict=True))
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -20,23 +21,32 @@ Found = dict[Cell, Row]
 
 
 def draw(found: Sequence[Row], folder: Path) -> list[Path]:
-    """Writes each picture as PNG, with a column for each attention backend.
+    """Writes each of `pictures` as PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, picture in pictures(found).items():
+        paths.append(folder / f"{name}.png")
+        picture.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def pictures(found: Sequence[Row]) -> dict[str, Figure]:
+    """Each picture by its name, with a column for each attention backend.
 
     Cells that failed are left out, and so is a picture for which nothing is left.
     """
     by_cell = {cell_of(row): row for row in found if good(row)}
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = {
+    panels = {
         "throughput": (_throughput, by_cell),
         "speedup": (_speedup, _with_baseline(by_cell)),
         "accept_histogram": (_histogram, _speculative(by_cell)),
         "latency": (_latency, {c: row for c, row in by_cell.items() if row.get("latency_ms")}),
     }
-    return [
-        _figure(folder / f"{name}.png", chosen, panel)
-        for name, (panel, chosen) in pictures.items()
+    return {
+        name: _figure(chosen, panel, "\n".join(caption(found)))
+        for name, (panel, chosen) in panels.items()
         if chosen
-    ]
+    }
 
 
 def _speculative(found: Found) -> Found:
@@ -51,22 +61,23 @@ def _baseline(cell: Cell) -> Cell:
     return Cell(cell.backend, cell.tp, BASELINE, cell.concurrency)
 
 
-def _figure(path: Path, found: Found, panel: Callable[[Axes, Found], None]) -> Path:
+def _figure(found: Found, panel: Callable[[Axes, Found], None], title: str) -> Figure:
     from matplotlib.figure import Figure
 
     backends = list(dict.fromkeys(cell.backend for cell in found))
-    picture = Figure(figsize=(1.2 + 4.8 * len(backends), 4.2), layout="constrained")
+    picture = Figure(figsize=(max(6.0, 1.2 + 4.8 * len(backends)), 4.6), layout="constrained")
+    picture.suptitle(title, fontsize="medium")
     for axes, backend in zip(
         picture.subplots(1, len(backends), squeeze=False, sharey=True)[0], backends, strict=True
     ):
         panel(axes, {cell: row for cell, row in found.items() if cell.backend == backend})
         axes.set_title(backend)
+        axes.label_outer(remove_inner_ticks=True)
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-    picture.savefig(path, dpi=120)
-    return path
+    return picture
 
 
 def _lines(found: Found) -> list[tuple[str, dict, list[Cell]]]:
@@ -93,6 +104,8 @@ def _concurrency_axis(axes: Axes, found: Found) -> None:
 
 
 def _throughput(axes: Axes, found: Found) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     for label, style, cells in _lines(found):
         axes.errorbar(
             [cell.concurrency for cell in cells],
@@ -102,8 +115,10 @@ def _throughput(axes: Axes, found: Found) -> None:
             label=label,
             **style,
         )
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     _concurrency_axis(axes, found)
     axes.set_ylabel("output tokens/s")
 
@@ -141,6 +156,8 @@ def _histogram(axes: Axes, found: Found) -> None:
 
 
 def _latency(axes: Axes, found: Found) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for label, style, cells in _lines(found):
         x = [_rate(found, cell) for cell in cells]
         y = [found[cell]["latency_ms"]["p50"] for cell in cells]
@@ -150,6 +167,9 @@ def _latency(axes: Axes, found: Found) -> None:
                 str(cell.concurrency), place, (4, 4), textcoords="offset points", fontsize=8
             )
     axes.margins(0.1)
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("output tokens/s")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("output tokens/s (at each point: the concurrency)")
     axes.set_ylabel("latency of a request, median (ms)")

@@ -65,6 +65,21 @@ def _origin(origins: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     ]
 
 
+def caption(found: Sequence[Row]) -> tuple[str, str]:
+    """Two lines for a picture: the models and their questions, and the machine."""
+    settings = shared_settings(found)
+    models = f"target {settings['target_model']}"
+    if "draft_model" in settings:
+        models += f", drafter {settings['draft_model']}"
+    origins = [row["provenance"] for row in found if good(row)]
+    machines = _each(
+        (o["gpu"]["name"] if o["gpu"] else f"CPU, {o['machine']['cpus']} cores" for o in origins),
+        ", ",
+    )
+    releases = _each((f"SGLang {o['versions']['sglang']}" for o in origins), ", ")
+    return f"{models}; {settings['data']}", f"{machines}; {releases}"
+
+
 def all_tables(found: Sequence[Row]) -> list[tuple[str, list[tuple[str, Table]]]]:
     """Titled tables of each attention backend."""
     backends = dict.fromkeys(cell_of(row).backend for row in found)

@@ -66,7 +66,7 @@ class DFlashAttention(nn.Module):
         tp_size, bias = get_tensor_model_parallel_world_size(), config.attention_bias
         self.sight = config.layers[layer_id]
         self.head_dim = head_dim
-        self.num_kv_heads = max(1, kv_heads // tp_size)
+        self.num_kv_heads = config.kv_heads_per_rank(tp_size)
         self.q_size, self.kv_size = heads // tp_size * head_dim, self.num_kv_heads * head_dim
         self.qkv_proj = QKVParallelLinear(config.hidden_size, head_dim, heads, kv_heads, bias=bias)
         self.o_proj = RowParallelLinear(heads * head_dim, config.hidden_size, bias=bias)
@@ -257,8 +257,7 @@ class DFlashDraftModel(nn.Module):
 
         Slot i predicts its own position, so slot 0, the bonus token, predicts nothing.
         """
-        (vocabulary,) = self._borrowed
-        x, residual = vocabulary.embed(input_ids), None
+        x, residual = self.vocabulary.embed(input_ids), None
         captured = isinstance(forward_batch.attn_backend, Fa3BlockAttention)
         if captured and can_fuse_layers(self.layers):
             x, _ = run_layers(self.layers, self.norm, x, positions, forward_batch)

@@ -29,8 +29,25 @@ def fused_attention(
 ) -> torch.Tensor:
     """[rows, hidden] → [rows, hidden], K/V of the rows written to their slots on the way."""
     qkv, _ = attention.qkv_proj(x)
+    q = norm_rope_store(attention, positions, qkv, forward_batch)
+    output, _ = attention.o_proj(attention.attn(q, None, None, forward_batch, save_kv_cache=False))
+    return output
+
+
+def norm_rope_store(
+    attention: nn.Module, positions: torch.Tensor, qkv: torch.Tensor, forward_batch: ForwardBatch
+) -> torch.Tensor:
+    """Q of a block, ready for attention; K/V of its rows are written to their slots.
+
+    Args:
+        positions: [rows] int64.
+        qkv: [rows, (heads + 2 * kv_heads) * head_dim].
+
+    Returns:
+        [rows, heads * head_dim].
+    """
     keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
-    q = qk_norm_rope_store(
+    return qk_norm_rope_store(
         qkv,
         attention.q_norm.weight,
         attention.k_norm.weight,
@@ -41,5 +58,3 @@ def fused_attention(
         keys,
         values,
     )
-    output, _ = attention.o_proj(attention.attn(q, None, None, forward_batch, save_kv_cache=False))
-    return output

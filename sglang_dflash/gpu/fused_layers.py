@@ -15,9 +15,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from sglang_dflash.gpu.fused_attention import can_fuse
+from sglang_dflash.gpu.fused_attention import can_fuse, norm_rope_store
 from sglang_dflash.gpu.kernels.add_norm import add_norm
-from sglang_dflash.gpu.kernels.qk_norm_rope_store import qk_norm_rope_store
 from sglang_dflash.gpu.kernels.skinny_matmul import product, product_swiglu
 
 
@@ -98,17 +97,7 @@ def _attend(
     attention: nn.Module, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch
 ) -> torch.Tensor:
     """[rows, hidden] → the same, or its parts."""
-    keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
-    q = qk_norm_rope_store(
-        product(x, attention.qkv_proj.weight),
-        attention.q_norm.weight,
-        attention.k_norm.weight,
-        attention.q_norm.variance_epsilon,
-        attention.rotary_emb.cos_sin_cache,
-        positions,
-        forward_batch.out_cache_loc,
-        keys,
-        values,
-    )
+    qkv_weight, o_weight = attention.qkv_proj.weight, attention.o_proj.weight
+    q = norm_rope_store(attention, positions, product(x, qkv_weight), forward_batch)
     attended = attention.attn(q, None, None, forward_batch, save_kv_cache=False)
-    return product(attended, attention.o_proj.weight)
+    return product(attended, o_weight)

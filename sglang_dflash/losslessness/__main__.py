@@ -142,9 +142,9 @@ def check(options: argparse.Namespace) -> None:
         if options.mode == "sampling":
             raise CannotCompare("--plot shows greedy regret: leave it out with --mode sampling.")
         check_plot(options.plot)
-    for path in (options.json, options.plot):
-        if path:
-            _make_folder(path.absolute().parent)
+    folders = [path.absolute().parent for path in (options.json, options.plot) if path]
+    for folder in (*folders, *filter(None, [options.logs])):
+        _make_folder(folder)
 
 
 def _make_folder(folder: Path) -> None:
@@ -163,7 +163,6 @@ def clients(options: argparse.Namespace) -> Iterator[tuple[Client, Client]]:
         urls = options.speculative_url, options.plain_url
         if options.model_path:
             logs = options.logs or Path(tempfile.mkdtemp(prefix="losslessness-"))
-            logs.mkdir(parents=True, exist_ok=True)
             print(
                 f"starting both servers, which takes a minute or so; their logs are in {logs}",
                 file=sys.stderr,

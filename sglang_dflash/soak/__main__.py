@@ -150,6 +150,18 @@ def mix_for(url: str, prompts: Path, seed: int) -> Mix:
     return Mix(seed, ids, card["max_model_len"], len(tokenizer))
 
 
+def output_file(text: str) -> Path:
+    """Its folder is made before the soak rather than missed after it."""
+    path = Path(text)
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"the folder {path.parent} cannot be made ({error.strerror}): name another one"
+        ) from None
+    return path
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash.soak", description=__doc__)
     parser.add_argument("url", help="of the server, on this machine")
@@ -162,7 +174,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--malformed", type=float, default=0.05, help="share of the requests")
     parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the report as JSON")
+    parser.add_argument("--output", type=output_file, help="write the report as JSON")
     return parser.parse_args(arguments)
 
 

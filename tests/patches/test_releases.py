@@ -2,6 +2,8 @@
 
 import email
 import os
+import re
+import shutil
 import subprocess
 import zipfile
 
@@ -31,20 +33,42 @@ def offline(queue):
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": os.devnull}
 
 
-def test_rebase_reports_each_patch_and_changes_nothing(queue, tool_python, offline):
-    before = queue.files()
+def test_rebase_reports_each_patch_and_changes_no_patch(queue, tool_python, offline):
+    before, tree = queue.files(), queue.head_tree()
     status, output, _ = run(queue, tool_python, "rebase", "1.1", **offline)
     assert status == 0
-    assert output.splitlines() == [
+    assert output.splitlines()[:2] == [
         "applies         0001-first-change.patch (hunks at other lines: 1)",
         "applies         0002-second-change.patch (hunks at other lines: 1)",
     ]
+    assert output.splitlines()[-1].startswith("2 of 2 patches apply to sglang 1.1. Next: put ")
     status, output, _ = run(queue, tool_python, "rebase", "2.0", **offline)
-    first, second = output.splitlines()
+    first, second, *_, last = output.splitlines()
     assert status == 1
     assert first == ("does not apply  0001-first-change.patch: patch failed: sglang/a.py:3")
     assert second == "applies         0002-second-change.patch"
-    assert queue.files() == before
+    assert last.startswith("1 of 2 patches apply to sglang 2.0. Next: commit the other 1 by hand")
+    assert (queue.files(), queue.head_tree()) == (before, tree)
+
+
+@pytest.mark.parametrize("version", ["1.1", "2.0"])
+def test_the_pin_moves_as_the_last_line_of_rebase_says(queue, tool_python, offline, version):
+    _, output, _ = run(queue, tool_python, "rebase", version, **offline)
+    *_, values, last = output.strip().split("\n\n")
+    trial = queue.folder / "build/rebase/sglang"
+    assert f"put {trial} in the place of {queue.checkout}" in last
+    shutil.rmtree(queue.checkout)
+    trial.rename(queue.checkout)
+    if version == "2.0":  # one does not apply
+        queue.commit("First change", "sglang/a.py", "other = 5", "other = 55")
+    pin = (queue.patches / "pin.toml").read_text()
+    for line in values.splitlines()[1:]:
+        name = line.split(" = ")[0]
+        pin = re.sub(rf"(?m)^{name} = .*$", line, pin)
+    (queue.patches / "pin.toml").write_text(pin)
+    queue.good("refresh")
+    assert "2 patches" in queue.good("check")
+    assert "already applied" in queue.good("apply")
 
 
 def test_rebase_on_an_unknown_release(queue, tool_python, offline):

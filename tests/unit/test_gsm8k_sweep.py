@@ -15,7 +15,17 @@ import pytest
 
 from benchmark import servers
 from benchmark.bench_gsm8k_sweep import main
-from benchmark.gsm8k import arguments, cells, client, figures, measure, questions, report, rows
+from benchmark.gsm8k import (
+    arguments,
+    cells,
+    client,
+    figures,
+    measure,
+    plot,
+    questions,
+    report,
+    rows,
+)
 from benchmark.gsm8k import server as gsm8k_server
 from benchmark.gsm8k.cells import Cell
 from benchmark.gsm8k.errors import CannotSweep
@@ -307,7 +317,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--base-url", "http://x", "--", "--a"], "server arguments cannot be given to a server"),
     (["--", "--tp-size=2"], "--tp-size cannot follow --"),
     (["--tp-sizes", "64"], "no cell is left"),
-    (["--output-file", "/no/such/folder/x"], "the folder of --output-file /no/such/folder/x"),
+    (["--output-file", "/proc/no/x"], "--output-file: the folder /proc/no cannot be made"),
     (["--output-file", "{wrong}"], "has results already: go on with --resume"),
     (["--output-file", "{wrong}", "--resume", "--dataset-path", "{good}"], "is not a result"),
     (["--plot", "{wrong}"], "--plot"),
@@ -381,6 +391,48 @@ def test_models_are_named_without_folders_of_the_machine(tmp_path: Path) -> None
     before = revision(str(tmp_path))
     (tmp_path / "config.json").write_text("{ }")
     assert before.startswith("sha256:") and revision(str(tmp_path)) != before
+
+
+def test_plots_name_models_and_machine() -> None:
+    pytest.importorskip("matplotlib")
+    on_cpu = [{**each, "provenance": {**each["provenance"], "gpu": {}}} for each in ROWS[:2]]
+    on_cpu[0]["provenance"]["machine"] = on_cpu[1]["provenance"]["machine"] = {"cpus": 2}
+    for found, machine in ((ROWS, "H200"), (on_cpu, "CPU, 2 cores")):
+        drawn = plot.pictures(found)
+        assert set(drawn) >= {"throughput", "latency"}
+        for picture in drawn.values():
+            first, second = picture.get_suptitle().splitlines()
+            assert first.startswith("target t") and ("drafter d" in first) == (found is ROWS)
+            assert second == f"{machine}; SGLang 0.5.10"
+
+
+def test_ticks_of_plots_are_round_numbers() -> None:
+    """Not powers of two, as 16,384 tokens a second, and with thousands apart."""
+    pytest.importorskip("matplotlib")
+    rates = (row("baseline", 1, 600.0), row("v1", 1, 4000.0), row("v1", 8, 32_000.0))
+    drawn = plot.pictures(rates)
+    ticks = {name: ticks_of(picture) for name, picture in drawn.items()}
+    assert ticks["throughput"][1] == ["500", "1,000", "2,000", "5,000", "10,000", "20,000"]
+    assert ticks["throughput"][0] == ["1", "8"]
+    assert "30,000" in ticks["latency"][0] and len(ticks["latency"][0]) <= 8
+    # The columns of a picture share an axis, which is labelled once.
+    other = {**ROWS[0], "backend": "triton"}
+    left, right = plot.pictures([ROWS[0], other])["throughput"].axes
+    assert left.get_ylabel() and not right.get_ylabel()
+
+
+def ticks_of(picture: Any) -> tuple[list[str], list[str]]:
+    """Labels on the x axis and on the y axis, those that can be seen."""
+    picture.canvas.draw()
+    (axes,) = picture.axes
+    return tuple(
+        [
+            label.get_text()
+            for place, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+            if low <= place <= high
+        ]
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim()))
+    )
 
 
 def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
