@@ -43,10 +43,13 @@ class Sampling:
     Attributes:
         info: of the batch, one row a request.
         reqs: the requests; their `output_ids` are only read for what `needs_history` names.
+        drawing: which of them ask for more than the likeliest token; of all, if one wants to know something of
+            its rows.
     """
 
     info: SamplingBatchInfo
     reqs: list[Req]
+    drawing: list[int]
     has_grammar: bool
     return_hidden_states: bool
     return_logprob: bool
@@ -63,21 +66,24 @@ class Sampling:
         reqs = batch.reqs
         hidden_states = any(req.return_hidden_states for req in reqs)
         logprobs = any(req.return_logprob for req in reqs)
-        greedy, biased = all(map(is_greedy, reqs)), any(r.sampling_params.logit_bias for r in reqs)
-        asks = needs_history(reqs) or logprobs or hidden_states or biased or detect_nan
-        if greedy and not asks:
+        drawing = range(len(reqs))
+        if not (hidden_states or logprobs or detect_nan):
+            drawing = [i for i, req in enumerate(reqs) if draws(req)]
+        if not drawing:
             return None
+        biased = any(reqs[i].sampling_params.logit_bias for i in drawing)
         # The release's own notes of a batch are inherited by what is left of it.
         info = replace(
             batch.sampling_info,
-            is_all_greedy=greedy,
+            is_all_greedy=all(is_greedy(reqs[i]) for i in drawing),
             logit_bias=batch.sampling_info.logit_bias if biased else None,
         )
         bs = len(reqs)
         return cls(
             info=info,
             reqs=list(reqs),
-            has_grammar=any(req.grammar is not None for req in reqs),
+            drawing=list(drawing),
+            has_grammar=any(reqs[i].grammar is not None for i in drawing),
             return_hidden_states=hidden_states,
             return_logprob=logprobs,
             top_logprobs_nums=batch.top_logprobs_nums or [0] * bs,
@@ -92,7 +98,7 @@ class Sampling:
         width: int,
         drafts: torch.Tensor,
     ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
-        """Draws after every row, some requests at a time.
+        """Draws after every row of those that draw, some requests at a time.
 
         Args:
             logits: gives `next_token_logits` [n, vocabulary] float32 of n rows, to be overwritten.
@@ -100,39 +106,41 @@ class Sampling:
             drafts: [bs, width - 1] int64.
 
         Returns:
-            [bs, width] int64, and the log-probabilities of all rows.
+            [len(drawing), width] int64, and the log-probabilities of all rows.
         """
-        bs = len(self.reqs)
         step = max(1, ROWS_AT_ONCE // width)
-        parts = [slice(first, min(first + step, bs)) for first in range(0, bs, step)]
+        parts = [self.drawing[first : first + step] for first in range(0, len(self.drawing), step)]
         drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
         for part in parts:
-            rows = slice(part.start * width, part.stop * width)
-            output, info = logits(rows), self.rows(part, drafts[part], width)
+            at, rows = rows_of(part, 1, drafts.device), rows_of(part, width, drafts.device)
+            output, info = logits(rows), self.rows(part, at, drafts[at], width)
             not_finite = take_out(output.next_token_logits)
             info.apply_logits_bias(output.next_token_logits)
             tokens = sampler(
                 output,
                 info,
                 self.return_logprob,
-                _repeat(self.top_logprobs_nums[part], width),
-                _repeat(self.token_ids_logprobs[part], width),
+                _repeat([self.top_logprobs_nums[i] for i in part], width),
+                _repeat([self.token_ids_logprobs[i] for i in part], width),
                 positions[rows],
             )
             drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
             if self.return_logprob:
-                _append(whole, output, rows.stop - rows.start)
+                _append(whole, output, len(part) * width)
         if whole.next_token_logprobs is not None:
-            whole.next_token_logprobs = whole.next_token_logprobs.view(bs, width)
-        return torch.cat(drawn).view(bs, width), whole
+            whole.next_token_logprobs = whole.next_token_logprobs.view(-1, width)
+        return torch.cat(drawn).view(-1, width), whole
 
-    def rows(self, part: slice, drafts: torch.Tensor, width: int) -> SamplingBatchInfo:
+    def rows(
+        self, part: list[int], at: slice | torch.Tensor, drafts: torch.Tensor, width: int
+    ) -> SamplingBatchInfo:
         """Parameters of some requests, a row for each row of their blocks.
 
         Args:
-            drafts: [requests of the part, width - 1] int64.
+            at: the same requests on the device.
+            drafts: [len(part), width - 1] int64.
         """
-        info, reqs = self.info, self.reqs[part]
+        info, reqs = self.info, [self.reqs[i] for i in part]
         additive = scaling = mask = apply_mask = None
         on_host = drafts.tolist() if self.has_grammar or info.has_custom_logit_processor else []
         if any(map(is_penalized, reqs)):
@@ -142,10 +150,10 @@ class Sampling:
             mask, apply_mask = vocabulary_mask(grammars, on_host, info.vocab_size, drafts.device)
 
         def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
-            return None if value is None else value[part].repeat_interleave(width, dim=0)
+            return None if value is None else value[at].repeat_interleave(width, dim=0)
 
         names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
-        custom = self._custom(part, on_host, width) if info.has_custom_logit_processor else {}
+        custom = self._custom(part, at, on_host, width) if info.has_custom_logit_processor else {}
         return replace(
             info,
             **{name: repeated(getattr(info, name)) for name in names},
@@ -158,18 +166,18 @@ class Sampling:
             acc_scaling_penalties=scaling,
         )
 
-    def _custom(self, part: slice, drafts: list[list[int]], width: int) -> dict[str, Any]:
+    def _custom(
+        self, part: list[int], at: slice | torch.Tensor, drafts: list[list[int]], width: int
+    ) -> dict[str, Any]:
         """Custom logit processors of some requests, with what each row's would find."""
         processors = {
-            key: (processor, chosen[part].repeat_interleave(width))
+            key: (processor, chosen[at].repeat_interleave(width))
             for key, (processor, chosen) in self.info.custom_logit_processor.items()
-            if chosen[part].any()
+            if chosen[at].any()
         }
         params = [
-            _params_after(param, req, row[:i])
-            for param, req, row in zip(
-                self.info.custom_params[part], self.reqs[part], drafts, strict=True
-            )
+            _params_after(self.info.custom_params[request], self.reqs[request], row[:i])
+            for request, row in zip(part, drafts, strict=True)
             for i in range(width)
         ]
         return {"custom_logit_processor": processors, "custom_params": params}
@@ -186,6 +194,20 @@ def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int
     for name in _LISTS:
         more = getattr(part, name)
         setattr(whole, name, (getattr(whole, name) or []) + ([[]] * rows if more is None else more))
+
+
+def rows_of(requests: list[int], width: int, device: torch.device) -> slice | torch.Tensor:
+    """Which rows belong to some requests, each of which has `width`; a slice where they lie side by side."""
+    first, last = requests[0], requests[-1]
+    if last - first + 1 == len(requests):
+        return slice(first * width, (last + 1) * width)
+    rows = (torch.tensor(requests)[:, None] * width + torch.arange(width)).flatten()
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+
+
+def draws(req: Req) -> bool:
+    """Whether a request asks for another token than the likeliest."""
+    return not is_greedy(req) or bool(req.sampling_params.logit_bias) or needs_history([req])
 
 
 def is_greedy(req: Req) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # several with their results combined by another launch.
 SHORT_CONTEXT = 2048
 
+HOPPER = 9  # compute capability that FA3 is written for
+
 
 class Fa3BlockAttention:
     """Takes the place of a model's attention backend while its blocks are captured.
@@ -115,10 +117,13 @@ class Fa3BlockAttention:
 
 
 def can_capture(runner: ModelRunner) -> bool:
-    """Whether the blocks of a model can use this attention instead of the backend's own."""
-    prefill, decode = runner.server_args.get_attention_backends()
+    """Whether the blocks of a model can use this attention instead of the backend's own.
+
+    K and V lie in the pool alike whatever backend reads them, so what is chosen for prompts does not matter.
+    """
+    chosen = set(runner.server_args.get_attention_backends())
     return (
-        prefill == decode == "fa3"
+        (chosen == {"fa3"} or torch.cuda.get_device_capability()[0] == HOPPER)
         and not runner.use_mla_backend
         and not runner.is_hybrid_swa
         and runner.kv_cache_dtype == runner.model_config.dtype

@@ -25,6 +25,12 @@ class Accepted:
     lengths: torch.Tensor
     bonus_tokens: torch.Tensor
 
+    def first(self, requests: int) -> Accepted:
+        """What the first requests commit, where the others only pad the batch."""
+        return Accepted(
+            self.tokens[:requests], self.lengths[:requests], self.bonus_tokens[:requests]
+        )
+
 
 def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> Accepted:
     """Accepts drafted tokens up to the first that is not what the target chose.

@@ -1,4 +1,5 @@
-"""Whole rounds as CUDA graphs: propose, verify, accept and commit in one launch."""
+"""Rounds as CUDA graphs: one of what both models do, and one of what follows if nobody asks for more than the
+likeliest tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +7,18 @@ import bisect
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
 from sglang_dflash.gpu.kernels.open_round import open_round
 from sglang_dflash.gpu.qwen3 import Body, fuse_attention, fused_body
@@ -23,7 +27,7 @@ from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
-from sglang_dflash.round.stages import run_stages
+from sglang_dflash.round.stages import Blocks, accept_blocks, run_models
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,22 @@ class Key(NamedTuple):
     bucket: int
     width: int
     short: bool
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Graphs of a key, and what they write, which the next round overwrites.
+
+    Attributes:
+        models, greedy: the two halves of a round, the second without draws.
+        read: models whose tensors the graphs read.
+    """
+
+    models: torch.cuda.CUDAGraph
+    blocks: Blocks
+    greedy: torch.cuda.CUDAGraph
+    accepted: Accepted
+    read: tuple[CapturedModel, CapturedModel]
 
 
 class CapturedModel(BlockModel):
@@ -103,7 +123,7 @@ class RoundGraphs:
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
-        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Accepted, list]] = {}
+        self._graphs: dict[Key, Captured] = {}
         model = parts.target.runner.model
         self.body = fused_body(model)
         if self.body is None:
@@ -121,19 +141,24 @@ class RoundGraphs:
         short = Key(bucket, width, int(start_bounds.max()) + width <= SHORT_CONTEXT)
         return short if short in self._graphs else Key(bucket, width, False)
 
-    def replay(self, key: Key, rows: torch.Tensor) -> Accepted:
-        """A round over the requests at `rows` ([bs] int64); its result is overwritten by the next."""
+    def replay(
+        self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None
+    ) -> tuple[Accepted, LogitsProcessorOutput | None]:
+        """A round over the requests at `rows` ([bs] int64); its result is overwritten by the next.
+
+        Args:
+            sampling: how to draw, kernel by kernel; None for the likeliest tokens.
+        """
         batch_size = len(rows)
         self.rows[:batch_size].copy_(rows)
         if key.bucket > batch_size:
             self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
-        graph, accepted, _ = self._graphs[key]
-        graph.replay()
-        return Accepted(
-            accepted.tokens[:batch_size],
-            accepted.lengths[:batch_size],
-            accepted.bonus_tokens[:batch_size],
-        )
+        graphs = self._graphs[key]
+        graphs.models.replay()
+        if sampling is not None:
+            return accept_blocks(self.parts, graphs.blocks.first(batch_size), sampling)
+        graphs.greedy.replay()
+        return graphs.accepted.first(batch_size), None
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
@@ -162,7 +187,7 @@ class RoundGraphs:
                 self._graphs[key] = self._capture(key, pool, context.stream)
         self.rows.fill_(self.parts.state.padding_row)
         logger.info(
-            "DFLASH captured %d graphs of whole rounds (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
+            "DFLASH captured %d graphs of rounds (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
             len(self._graphs),
             self.sizes,
             self.widths,
@@ -170,18 +195,18 @@ class RoundGraphs:
             (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
         )
 
-    def _capture(
-        self, key: Key, pool: Any, stream: torch.cuda.Stream
-    ) -> tuple[torch.cuda.CUDAGraph, Accepted, list]:
-        draft, target = self._models(key)
+    def _capture(self, key: Key, pool: Any, stream: torch.cuda.Stream) -> Captured:
+        read = self._models(key)
         for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
             torch.cuda.synchronize()
-            self._round(key, draft, target)
+            accept_blocks(self.parts, self._run_models(key, *read))
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            accepted = self._round(key, draft, target)
-        return graph, accepted, [draft, target]  # the graph reads tensors that the models hold
+        models, greedy = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(models, pool=pool, stream=stream):
+            blocks = self._run_models(key, *read)
+        with torch.cuda.graph(greedy, pool=pool, stream=stream):
+            accepted, _ = accept_blocks(self.parts, blocks)
+        return Captured(models, blocks, greedy, accepted, read)
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
         # Deterministic inference wants sums over keys in one order, whatever the batch.
@@ -204,7 +229,7 @@ class RoundGraphs:
         windowed = attention(draft, False, lengths, page_table)
         return CapturedWindowedModel(draft, windowed, window), captured
 
-    def _round(self, key: Key, draft: CapturedModel, target: CapturedModel) -> Accepted:
+    def _run_models(self, key: Key, draft: CapturedModel, target: CapturedModel) -> Blocks:
         parts, rows = self.parts, self.rows[: key.bucket]
         start, tokens, positions, slots = open_round(
             rows,
@@ -224,7 +249,7 @@ class RoundGraphs:
         round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens=tokens)
         draft.prepare()
         target.prepare()
-        return run_stages(parts, round, draft, target)[0]
+        return run_models(parts, round, draft, target)
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

@@ -14,7 +14,7 @@ from sglang_dflash.gpu.fa3_attention import can_capture
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
-from sglang_dflash.round.stages import run_stages
+from sglang_dflash.round.stages import accept_blocks, run_models
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Why a round was not replayed from a graph, though graphs are captured.
-SAMPLING, NO_GRAPH = "sampling", "no_graph"
+NO_GRAPH = "no_graph"
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,14 @@ class RoundRunner:
             cut: whether a row may have no slot.
         """
         parts, graphs = self.parts, self.graphs
-        fell_back = None
-        if graphs is not None:
-            key = graphs.key(start_bounds, width) if sampling is None else None
-            if key is not None:
-                return RoundResult(graphs.replay(key, rows))
-            fell_back = NO_GRAPH if sampling is None else SAMPLING
+        if graphs is not None and (key := graphs.key(start_bounds, width)) is not None:
+            return RoundResult(*graphs.replay(key, rows, sampling))
         round = Round.open(
             parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
         )
-        accepted, output = run_stages(parts, round, parts.draft, parts.target, sampling)
-        return RoundResult(accepted, output, fell_back)
+        blocks = run_models(parts, round, parts.draft, parts.target)
+        fell_back = None if graphs is None else NO_GRAPH
+        return RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundGraphs | None:
@@ -88,8 +85,8 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundGr
 
     if not all(can_capture(model.runner) for model in (parts.draft, parts.target)):
         logger.warning(
-            "DFLASH runs without CUDA graphs, which need fa3 attention, without MLA, for the target and the "
-            "drafter and a KV cache in the target's dtype: set --attention-backend fa3."
+            "DFLASH runs without CUDA graphs, which need a Hopper GPU or --attention-backend fa3, a target without "
+            "MLA, and a KV cache in its dtype."
         )
         return None
     return RoundGraphs(

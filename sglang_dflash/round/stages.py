@@ -1,37 +1,81 @@
-"""The four stages of a round, one after the other."""
+"""The four stages of a round: propose → verify → accept → commit.
+
+They come in two halves. What both models do has shapes that are known before a round is launched, whatever its
+requests ask; there rejected rows, too, become context of the draft model, so nothing of `commit` waits for `accept`.
+How a row's token is chosen is the request's own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.round.accept import Accepted, accept_round
 from sglang_dflash.round.block_model import BlockModel
+from sglang_dflash.round.choose import choose
 from sglang_dflash.round.commit import commit_context
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
+from sglang_dflash.round.target import TargetRows
 from sglang_dflash.round.verify import verify
 
 
-def run_stages(
-    parts: Parts,
-    round: Round,
-    draft: BlockModel,
-    target: BlockModel,
-    sampling: Sampling | None = None,
-) -> tuple[Accepted, LogitsProcessorOutput | None]:
-    """propose → verify → accept → commit, without a wait between them.
+@dataclass(frozen=True)
+class Blocks:
+    """What both models made of a round's blocks.
+
+    Attributes:
+        rows: [bs] int64, the requests' rows in `req_to_token`.
+        positions: [bs * width] int64.
+        draft_tokens: [bs, width - 1] int64.
+        target: the target's rows; their taps are context already.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    draft_tokens: torch.Tensor
+    target: TargetRows
+
+    def first(self, requests: int) -> Blocks:
+        """Those of the first requests, where the others only pad the batch."""
+        rows = requests * (self.draft_tokens.shape[1] + 1)
+        return Blocks(
+            self.rows[:requests],
+            self.positions[:rows],
+            self.draft_tokens[:requests],
+            replace(self.target, hidden_states=self.target.hidden_states[:rows]),
+        )
+
+
+def run_models(parts: Parts, round: Round, draft: BlockModel, target: BlockModel) -> Blocks:
+    """propose → verify, and the context that the round leaves, without a wait between them.
 
     Args:
         draft, target: the models of `parts` as this round runs them.
+    """
+    draft_tokens = propose(draft, round)
+    rows = verify(target, round, draft_tokens)
+    commit_context(draft.runner, round, rows.taps)
+    return Blocks(round.rows, round.positions, draft_tokens, replace(rows, taps=None))
+
+
+def accept_blocks(
+    parts: Parts, blocks: Blocks, sampling: Sampling | None = None
+) -> tuple[Accepted, LogitsProcessorOutput | None]:
+    """accept: what the target chooses after each row against what was drafted; requests' state moves on.
+
+    Args:
         sampling: how to draw; None for the likeliest tokens.
 
     Returns:
         What the round commits; log-probabilities and hidden states, if `sampling` asks for any.
     """
-    draft_tokens = propose(draft, round)
-    verified = verify(target, parts.vocabulary, round, draft_tokens, sampling)
-    accepted = accept_round(verified.tokens, draft_tokens, round.rows, parts.state)
-    commit_context(draft.runner, round, verified)
-    return accepted, verified.output
+    sampler, drafts = parts.target.runner.sampler, blocks.draft_tokens
+    tokens, output = choose(
+        parts.vocabulary, sampler, blocks.target, blocks.positions, drafts, sampling
+    )
+    return accept_round(tokens, drafts, blocks.rows, parts.state), output

@@ -36,16 +36,16 @@ class TargetRows:
 
     Attributes:
         hidden_states: [rows, hidden], after the last norm.
-        taps: [rows, taps * hidden], outputs of the tapped layers side by side.
+        taps: [rows, taps * hidden], outputs of the tapped layers side by side; None when they are used.
     """
 
     hidden_states: torch.Tensor
-    taps: torch.Tensor
+    taps: torch.Tensor | None
     head: TargetHead
     lm_head: nn.Module
     batch: ForwardBatch
 
-    def logits(self, rows: slice) -> LogitsProcessorOutput:
+    def logits(self, rows: slice | torch.Tensor) -> LogitsProcessorOutput:
         """Output of the target's own logits processor for some rows, logits in float32."""
         ids, x = self.batch.input_ids[rows], self.hidden_states[rows]
         return self.head.processor(ids, x, self.lm_head, self.batch, None)

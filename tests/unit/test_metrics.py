@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.round.run import NO_GRAPH, SAMPLING
+from sglang_dflash.round.run import NO_GRAPH
 from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS
 from sglang_dflash.serving.metrics import METRICS
 
@@ -58,7 +58,7 @@ def test_documentation() -> None:
         name: (kind.capitalize(), (label,) if label else ()) for name, kind, label in rows
     }
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
-    for reason in (SAMPLING, NO_GRAPH, HISTORY, SLOTS):
+    for reason in (NO_GRAPH, HISTORY, SLOTS):
         assert f"| `{reason}` |" in text
     requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()
     refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))

@@ -1,0 +1,60 @@
+"""What the target says after each row of a block: its likeliest token, or a draw."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+
+from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
+from sglang_dflash.drawing.not_finite import mark
+from sglang_dflash.drawing.ranks import agreed
+from sglang_dflash.drawing.sampling import Sampling, rows_of
+from sglang_dflash.round.target import TargetRows
+
+
+def likeliest(vocabulary: BorrowedVocabulary, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The likeliest token after each row ([rows, hidden] → [rows] int64), `NOT_FINITE` where NaN is.
+
+    Its logits, the largest tensor of a round, are neither converted to float32 nor, under tensor
+    parallelism, gathered.
+    """
+    logits, tokens = vocabulary.likeliest(hidden_states)
+    return mark(tokens, logits)
+
+
+def choose(
+    vocabulary: BorrowedVocabulary,
+    sampler: Sampler,
+    rows: TargetRows,
+    positions: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    sampling: Sampling | None,
+) -> tuple[torch.Tensor, LogitsProcessorOutput | None]:
+    """A token after every row of the blocks.
+
+    Args:
+        positions: [bs * width] int64.
+        draft_tokens: [bs, width - 1] int64.
+        sampling: how to draw; None for the likeliest tokens.
+
+    Returns:
+        [bs, width] int64, and log-probabilities [bs, width] and final hidden states [bs * width, hidden]
+        of the rows, if a request asks for any.
+    """
+    bs, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
+    if sampling is None:
+        return likeliest(vocabulary, rows.hidden_states).view(bs, width), None
+    drawn, output = sampling.draw(sampler, rows.logits, positions, width, draft_tokens)
+    if sampling.return_hidden_states:
+        output.hidden_states = rows.hidden_states
+    drawn = agreed(drawn)
+    if len(sampling.drawing) == bs:
+        return drawn, output
+    # Who takes the likeliest token does not pay for what the others ask.
+    others = sorted(set(range(bs)).difference(sampling.drawing))
+    tokens = draft_tokens.new_empty(bs * width)
+    tokens[rows_of(sampling.drawing, width, tokens.device)] = drawn.flatten()
+    at = rows_of(others, width, tokens.device)
+    tokens[at] = likeliest(vocabulary, rows.hidden_states[at])
+    return tokens.view(bs, width), output
