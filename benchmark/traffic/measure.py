@@ -37,6 +37,7 @@ WARM_UP_CLIENTS = 32
 WARM_UP_SECONDS = 0.5
 # A cell takes longer than its requests are sent: warm-up, and answers that are under way.
 MORE_THAN_SECONDS = 4.0
+LEAST_CONTEXT = 4096
 # After the last answer, until every counter of a server has it.
 COUNTERS_SECONDS = 0.1
 
@@ -101,9 +102,10 @@ class Run:
             [load.clients for load in self._loads() if isinstance(load, Closed)] or [64]
         )
         longest = max(pool.longest for pool in self.pools.values()) + workloads.RESERVE
-        # SGLang admits a request only if what it might become has room.
-        tokens = given.kv_tokens or _rounded_up(most * longest + 1024, 1024)
-        return Needs(most, tokens, longest)
+        context = min(max(longest, LEAST_CONTEXT), workloads.context_of(Path(given.target_model)))
+        # SGLang admits a request only if what it might become has room, vLLM wants one that is full.
+        tokens = given.kv_tokens or _rounded_up(max(most * longest, context) + 1024, 1024)
+        return Needs(most, tokens, context)
 
     def _loads(self) -> list[cells.Load]:
         return [cell.place.load for cell in self.cells]
