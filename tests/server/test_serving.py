@@ -8,9 +8,8 @@ import time
 import pytest
 
 from tests.server.checks import accept_length, assert_same, assert_speculated, check
+from tests.server.conftest import CONTEXT
 from tests.server.harness import Server, events, generate_body
-
-CONTEXT = 2048  # of the bundled target
 
 
 def long_prompt(tokenizer, prompts: list[str], problems: list[dict], tokens: int) -> list[int]:
