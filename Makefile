@@ -37,7 +37,7 @@ SERVER_cuda =
 ENV_cpu     = SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 # flashinfer-cubin, prebuilt kernels that a Hopper GPU does not need, is not in the lock.
 ENV_cuda    = FLASHINFER_DISABLE_VERSION_CHECK=1
-# The bundled pair knows its own problems, and 2,048 positions.
+# The bundled pair knows its own problems, and 4,096 positions.
 SWEEP_tiny  = --dataset-path checkpoints/tiny/data/test.jsonl --max-new-tokens 512 --tp-sizes 1 \
 	--concurrencies 1,8 --questions-per-concurrency-base 32
 SERVING_cpu = --seconds 4
