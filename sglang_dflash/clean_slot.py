@@ -26,12 +26,8 @@ class CleanPool:
     # The release writes K/V from its RoPE kernel, around `set_kv_buffer`, where this is bfloat16.
     dtype = None
 
-    def __init__(self, pool: Any, slots: torch.Tensor):
-        """
-        Args:
-            slots: [n] int64, of the round's rows.
-        """
-        self._pool, self._slots = pool, slots
+    def __init__(self, pool: Any):
+        self._pool = pool
 
     def set_kv_buffer(
         self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more

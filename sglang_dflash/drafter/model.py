@@ -298,6 +298,3 @@ def _checkpoint_names(parameter: str) -> list[str]:
     """Names of the checkpoint's weights that make up a parameter."""
     parts = [part for part, (stacked, _) in _STACKED.items() if stacked in parameter]
     return [parameter.replace(_STACKED[part][0], part) for part in parts] or [parameter]
-
-
-EntryClass = DFlashDraftModel

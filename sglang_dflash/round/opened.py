@@ -94,7 +94,7 @@ class Round:
             out_cache_loc=self.slots,
             positions=self.positions,
             req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool=CleanPool(pool, self.slots) if self.cut else pool,
+            token_to_kv_pool=CleanPool(pool) if self.cut else pool,
             attn_backend=runner.attn_backend,
             spec_algorithm=runner.spec_algorithm,
             spec_info=DFlashVerifyInput(self.width, self.positions, capture),

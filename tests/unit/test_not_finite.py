@@ -61,7 +61,7 @@ def test_slot_0_stays_clean() -> None:
     whole = pool()
     slots = torch.tensor([5, 0, 7, 0])
     rows = torch.tensor([1.0, NAN, NAN, 3.0])[:, None, None].expand(4, 1, 2)
-    clean = CleanPool(whole, slots)
+    clean = CleanPool(whole)
     clean.set_kv_buffer(SimpleNamespace(layer_id=1), slots, rows, rows.clone(), None, None)
     for buffer in (whole.get_key_buffer(1), whole.get_value_buffer(1)):
         assert buffer[0].eq(0).all() and buffer[5].eq(1).all() and buffer[7].isnan().all()
@@ -70,4 +70,4 @@ def test_slot_0_stays_clean() -> None:
 
 def test_writes_around_the_pool_are_off() -> None:
     """The release's RoPE kernels write K/V themselves where a pool says that it holds bfloat16."""
-    assert CleanPool(SimpleNamespace(dtype=torch.bfloat16), torch.tensor([0])).dtype is None
+    assert CleanPool(SimpleNamespace(dtype=torch.bfloat16)).dtype is None
