@@ -5,7 +5,7 @@ PORT  ?= 30000
 MODEL ?= checkpoints/tiny/target
 DRAFT ?= checkpoints/tiny/drafter
 ARGS  ?=
-# What `make losslessness` compares them on, and its own options.
+# What `make losslessness` compares them on, and its options; they come after those for the bundled pair and win.
 PROMPTS ?= checkpoints/tiny/data/openings.jsonl
 COMPARE ?=
 # Processes of `make test`, each of which starts servers of its own.
@@ -41,6 +41,8 @@ ENV_cuda    = FLASHINFER_DISABLE_VERSION_CHECK=1
 SWEEP_tiny  = --dataset-path checkpoints/tiny/data/test.jsonl --max-new-tokens 512 --tp-sizes 1 \
 	--concurrencies 1,8 --questions-per-concurrency-base 32
 SERVING_cpu = --seconds 4
+# Fewer runs than by default, so that two cores need minutes; what they show is in docs/losslessness.md.
+COMPARE_tiny = --runs 96 --positions 8
 ACCEPT_LENGTH = 6 to 10 tokens a round with the bundled pair
 
 # A fixed choice, made once: the shell commands above would otherwise run at every use.
@@ -111,7 +113,8 @@ test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; 
 
 losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; its options are COMPARE, those of servers ARGS: docs/losslessness.md
 	@env $(ENV_$(ACCEL)) $(BIN)/python -m sglang_dflash.losslessness --prompts $(PROMPTS) \
-	--model-path $(MODEL) --draft-model-path $(DRAFT) $(COMPARE) -- $(SERVER_$(ACCEL)) $(ARGS)
+	--model-path $(MODEL) --draft-model-path $(DRAFT) \
+	$(if $(filter checkpoints/tiny/target,$(MODEL)),$(COMPARE_tiny)) $(COMPARE) -- $(SERVER_$(ACCEL)) $(ARGS)
 
 sweep: setup ## plain decoding against DFLASH on GSM8K for MODEL and DRAFT; its options are SWEEP, those of servers ARGS: docs/sweep.md
 	@mkdir -p $(BUILD)/sweep

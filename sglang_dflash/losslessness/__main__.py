@@ -27,7 +27,7 @@ from sglang_dflash.losslessness.plot import check_plot, plot_regret
 from sglang_dflash.losslessness.progress import Progress
 from sglang_dflash.losslessness.prompts import read_prompts, token_ids
 from sglang_dflash.losslessness.report import NO_COMPARISON, Report
-from sglang_dflash.losslessness.sampling import Plan, compare_sampling
+from sglang_dflash.losslessness.sampling import DRAWING, Plan, compare_sampling
 from sglang_dflash.losslessness.servers import Interrupted, both_running
 
 SETTINGS = (
@@ -229,8 +229,7 @@ def _planned(options: argparse.Namespace, prompts: int) -> dict[str, float]:
         planned = dict.fromkeys((SPECULATIVE, PLAIN), prompts * options.new_tokens)
     if options.mode != "greedy":
         cells = prompts * len(options.settings or SETTINGS)
-        drawn = cells * options.runs * options.positions
-        planned |= {"sampling, speculative": drawn, "sampling, plain": 2 * drawn}
+        planned[DRAWING] = 3 * cells * options.runs * options.positions
     return planned
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import requests
@@ -73,19 +74,29 @@ def verify_steps(answers: Iterable[dict]) -> tuple[int, int]:
 
 def ask_all(
     what: str,
-    ask: Callable[[Any], Any],
-    items: list[Any],
+    asked: Sequence[tuple[Callable[[Any], Any], Sequence[Any]]],
     concurrency: int,
     progress: Progress,
     unit: float,
-) -> list[Any]:
-    """`ask` of every item, in their order, at most `concurrency` at once; the first error ends it.
+) -> list[list[Any]]:
+    """Asks each server all of its items, all servers at once; the first error ends it.
 
     Args:
+        asked: for each server, how an item is asked, and its items.
+        concurrency: items at once, of each server.
         unit: tokens that an item may draw.
+
+    Returns:
+        The answers of each server, in the order of its items.
     """
-    pool = ThreadPoolExecutor(concurrency)
+    pools = [ThreadPoolExecutor(concurrency) for _ in asked]
     try:
-        return results([pool.submit(ask, item) for item in items], progress, what, unit)
+        futures = [
+            [pool.submit(ask, item) for item in items]
+            for pool, (ask, items) in zip(pools, asked, strict=True)
+        ]
+        answers = iter(results(sum(futures, []), progress, what, unit))
+        return [list(islice(answers, len(items))) for _, items in asked]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # who is under way may take minutes
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)  # who is under way may take minutes

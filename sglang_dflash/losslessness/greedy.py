@@ -88,18 +88,16 @@ def compare_greedy(
 ) -> Greedy:
     """Asks both servers for greedy answers of up to `new_tokens` tokens and compares them."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens}
-    answers = ask_all(
+    [answers] = ask_all(
         SPECULATIVE,
-        lambda ids: speculative.generate(ids, sampling),
-        prompts,
+        [(lambda ids: speculative.generate(ids, sampling), prompts)],
         concurrency,
         progress,
         new_tokens,
     )
-    followed = ask_all(
+    [followed] = ask_all(
         PLAIN,
-        lambda index: follow(plain, index, prompts[index], answers[index]),
-        list(range(len(prompts))),
+        [(lambda i: follow(plain, i, prompts[i], answers[i]), range(len(prompts)))],
         concurrency,
         progress,
         new_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from sglang_dflash.losslessness.permutation import (
 )
 from sglang_dflash.losslessness.progress import Progress
 
+DRAWING = "sampling, both servers"  # what progress calls it
 COPIES = 8  # runs a request asks for; requests are shuffled, so batches mix prompts and settings
 
 Cell = tuple[int, int]  # prompt, setting
@@ -141,34 +142,48 @@ Source = Callable[[list[Cell]], tuple[Runs, Runs]]  # fresh runs of both sides o
 class Draws:
     """Runs of one server, and the verify steps that they took."""
 
-    def __init__(self, client: Client, plan: Plan, rng: np.random.Generator, progress: Progress):
-        self.client, self.plan, self.rng, self.progress = client, plan, rng, progress
+    def __init__(self, client: Client, plan: Plan):
+        self.client, self.plan = client, plan
         self.steps = np.zeros((len(plan.settings), 2), dtype=np.int64)  # rounds, tokens
 
-    def draw(self, cells: list[Cell], runs: int) -> Runs:
-        """`runs` independent runs of each cell."""
-        counts = [COPIES] * (runs // COPIES) + [runs % COPIES] * (runs % COPIES > 0)
-        requests = [(cell, count) for cell in cells for count in counts]
-        self.rng.shuffle(requests)
-        answers = ask_all(
-            f"sampling, {self.client.name}",
-            self._ask,
-            requests,
-            self.plan.concurrency,
-            self.progress,
-            self.plan.positions * len(cells) * runs / len(requests),
-        )
-        drawn: dict[Cell, list[list[int]]] = {cell: [] for cell in cells}
-        for ((prompt, setting), _), batch in zip(requests, answers, strict=True):
-            drawn[prompt, setting] += [answer["output_ids"] for answer in batch]
-            self.steps[setting] += verify_steps(batch)
-        return {cell: padded(ids, self.plan.positions) for cell, ids in drawn.items()}
-
-    def _ask(self, request: tuple[Cell, int]) -> list[dict]:
+    def ask(self, request: tuple[Cell, int]) -> list[dict]:
+        """So many runs of a cell."""
         (prompt, setting), count = request
         sampling = self.plan.settings[setting] | {"max_new_tokens": self.plan.positions, "n": count}
         answer = self.client.generate(self.plan.prompts[prompt], sampling)
         return [answer] if count == 1 else answer
+
+    def runs(self, requests: list[tuple[Cell, int]], answers: list[list[dict]]) -> Runs:
+        """The answers to requests as the runs of their cells."""
+        drawn: dict[Cell, list[list[int]]] = {}
+        for (cell, _), batch in zip(requests, answers, strict=True):
+            drawn.setdefault(cell, []).extend(answer["output_ids"] for answer in batch)
+            self.steps[cell[1]] += verify_steps(batch)
+        return {cell: padded(ids, self.plan.positions) for cell, ids in drawn.items()}
+
+
+def draw(
+    sides: Sequence[tuple[Draws, int]],
+    cells: list[Cell],
+    rng: np.random.Generator,
+    progress: Progress,
+) -> list[Runs]:
+    """Independent runs of each cell, so many of each server; the servers draw at the same time."""
+    plan = sides[0][0].plan
+    asked = []
+    for side, runs in sides:
+        counts = [COPIES] * (runs // COPIES) + [runs % COPIES] * (runs % COPIES > 0)
+        requests = [(cell, count) for cell in cells for count in counts]
+        rng.shuffle(requests)
+        asked.append((side.ask, requests))
+    tokens = plan.positions * len(cells) * sum(runs for _, runs in sides)
+    unit = tokens / sum(len(requests) for _, requests in asked)
+    answers = ask_all(DRAWING, asked, plan.concurrency, progress, unit)
+    made = [
+        side.runs(requests, each)
+        for (side, _), (_, requests), each in zip(sides, asked, answers, strict=True)
+    ]
+    return [{cell: runs[cell] for cell in cells} for runs in made]
 
 
 def padded(answers: list[list[int]], positions: int) -> np.ndarray:
@@ -184,15 +199,16 @@ def compare_sampling(
 ) -> Sampling:
     """Draws runs of both servers and tests both arms."""
     rng = np.random.default_rng(plan.seed)
-    ours, theirs = Draws(speculative, plan, rng, progress), Draws(plain, plan, rng, progress)
-    first, both = ours.draw(plan.cells, plan.runs), theirs.draw(plan.cells, 2 * plan.runs)
+    ours, theirs = Draws(speculative, plan), Draws(plain, plan)
 
     def fresh_null(cells: list[Cell]) -> tuple[Runs, Runs]:
-        return halves(theirs.draw(cells, 2 * plan.runs))
+        return halves(*draw([(theirs, 2 * plan.runs)], cells, rng, progress))
 
     def fresh_test(cells: list[Cell]) -> tuple[Runs, Runs]:
-        return ours.draw(cells, plan.runs), theirs.draw(cells, 2 * plan.runs)
+        first, both = draw([(ours, plan.runs), (theirs, 2 * plan.runs)], cells, rng, progress)
+        return first, both
 
+    first, both = fresh_test(plan.cells)
     return Sampling(
         plan,
         null=judge_arm("null", *halves(both), fresh_null, plan.q, rng, progress),

@@ -141,6 +141,13 @@ def test_help_names_the_options_of_a_target():
             assert re.search(rf"\b{option}\b", f"{told} {last}"), (target, option)
 
 
+def test_losslessness_of_the_bundled_pair_takes_minutes():
+    """Fewer runs than the tool's own default, unless another model or other options are given."""
+    command = make("-n", "losslessness", "COMPARE=--runs 9", "ACCEL=cpu").stdout.splitlines()[-1]
+    assert "--runs 96 --positions 8 --runs 9 -- --device cpu" in command
+    assert "--positions" not in make("-n", "losslessness", "MODEL=m").stdout.splitlines()[-1]
+
+
 def test_tiny_pair_takes_the_options_that_help_names():
     command = make("-n", "tiny-pair", "OUT=there", "TRAIN=--seed 1").stdout.splitlines()[-1]
     assert command.endswith("-m checkpoints.trainer --out there --seed 1")

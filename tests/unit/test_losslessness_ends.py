@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sglang_dflash.losslessness.client import ask_all
 from sglang_dflash.losslessness.progress import Progress, duration
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,19 @@ def test_limit_and_progress(start: Callable) -> None:
     assert "Greedy: 5 answers" in output
     assert "greedy, speculative: 0 of 5; time left: known after the first" in output
     assert re.search(r"greedy, speculative: 1 of 5; about \d+ s left", output), output
+
+
+def test_both_servers_are_asked_at_the_same_time() -> None:
+    """Each answer waits for one of the other server; all come back in their order."""
+    both = threading.Barrier(2, timeout=10)
+
+    def ask(item: int) -> int:
+        both.wait()
+        return 10 * item
+
+    progress = Progress(stream=io.StringIO())
+    asked = [(ask, range(3)), (ask, [7, 8, 9])]
+    assert ask_all("both", asked, 1, progress, 1.0) == [[0, 10, 20], [70, 80, 90]]
 
 
 def test_estimate() -> None:
