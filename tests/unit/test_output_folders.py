@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmark.gsm8k.machine import Machine
 
 from benchmark import measure, rounds
 from benchmark.bench_gsm8k_sweep import main as sweep
+from benchmark.machine import Machine
 from benchmark.shapes import ROOT
+from benchmark.traffic.arguments import parse as parse_serving
 from sglang_dflash.losslessness.__main__ import main as losslessness
 from sglang_dflash.soak.__main__ import parse as parse_soak
 
@@ -51,6 +52,11 @@ def test_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not folder.exists()
     assert sweep([*given, "--base-url", NOBODY]) == 2  # for want of a server
     assert output.parent.is_dir() and dumped.parent.is_dir()
+
+
+def test_serving(folder: Path) -> None:
+    parse_serving(["--output-file", str(folder / "out.jsonl")])
+    assert folder.is_dir()
 
 
 def test_rounds(folder: Path, tmp_path: Path) -> None:
