@@ -11,7 +11,7 @@ from scipy.stats import binomtest
 from tests.server.checks import accept_length, assert_same
 from tests.server.harness import Server, generate_body
 
-HOT = {"temperature": 4.0}
+HOT = {"temperature": 3.0}
 DRAWS = 256
 ALARM = 1e-4  # chance of a false alarm of one binomial test
 

@@ -112,7 +112,7 @@ def test_it_stops_when_the_time_is_up(
 ) -> None:
     output = tmp_path / "found.jsonl"
     places = ("--cells", "chat/greedy/1,2", "--stop-after")
-    assert measure(output, {"plain": plain.url}, *places, "1") == 2
+    assert measure(output, {"plain": plain.url}, *places, "0.01") == 2
     assert rows(output) == [] and "2 cells are left" in capsys.readouterr().out
     assert measure(output, {"plain": plain.url}, *places, "600", "--resume") == 0
     assert len(rows(output)) == 2

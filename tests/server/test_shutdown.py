@@ -136,7 +136,7 @@ def test_sigterm(
 
 def refuse_some(server: Server, prompts: list[str]) -> None:
     """Requests that end in the middle of things; none of them may be waited for."""
-    too_long = {"input_ids": [[5] * 3000, [5, 6, 7]], "rid": ["long", "short"]}
+    too_long = {"input_ids": [[5] * 5000, [5, 6, 7]], "rid": ["long", "short"]}
     assert server.post("/generate", too_long).status_code == 400
     server.generate(prompts[0], max_new_tokens=4, n=3)
     with server.post("/generate", {"text": prompts[0], "stream": True}, stream=True):

@@ -73,7 +73,7 @@ def test_zlab(good: dict[str, Any]) -> None:
         head_dim=64,
         intermediate_size=768,
         rms_norm_eps=1e-6,
-        max_position_embeddings=2048,
+        max_position_embeddings=4096,
         layers=(Sight(), Sight()),
         rope={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         tied=True,

@@ -266,7 +266,10 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ):
         assert (
             serving.main(
-                [*given, *([] if "report" in given else ["--dry-run"] * ("full" not in str(given)))]
+                [
+                    *given,
+                    *([] if "report" in given else ["--dry-run"] * ("--output-file" not in given)),
+                ]
             )
             == 2
         )
