@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.server.checks import assert_same, assert_speculated
 from tests.server.harness import CHOSEN_WORKERS, Server, running
@@ -37,14 +38,16 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+@pytest.mark.parametrize(("backend", "ranks"), [("fa3", 1), ("flashinfer", 1), ("fa3", 2)])
 @pytest.mark.parametrize("worker", CHOSEN_WORKERS)
 def test_every_request_stays_in_the_graphs(
-    worker: str, backend: str, logs: Path, plain: Server, prompts: list[str]
+    worker: str, backend: str, ranks: int, logs: Path, plain: Server, prompts: list[str]
 ) -> None:
     """Whatever one request asks: greedy ones beside it answer as plain decoding does."""
-    log = logs / f"graphs-{worker}-{backend}.log"
-    arguments = (*ARGUMENTS, "--attention-backend", backend)
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    log = logs / f"graphs-{worker}-{backend}-{ranks}.log"
+    arguments = (*ARGUMENTS, "--attention-backend", backend, "--tp-size", str(ranks))
     with running(log, *arguments, worker=worker) as server, ThreadPoolExecutor(8) as pool:
         assert "DFLASH captured" in log.read_text()
         for sampling in KINDS:
