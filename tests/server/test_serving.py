@@ -83,7 +83,7 @@ def test_answer_in_the_cache(either: Server, plain: Server, tokenizer, prompts: 
 
 def test_flush(either: Server, plain: Server, prompts: list[str]) -> None:
     check(either, plain, prompts[5])
-    assert either.post("/flush_cache").status_code == 200
+    either.check_idle()  # flushes, when a round that ran for nothing has ended
     again = check(either, plain, prompts[5])
     assert again["meta_info"]["cached_tokens"] == 0
 
