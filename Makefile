@@ -9,7 +9,7 @@ ARGS  ?=
 PROMPTS ?= checkpoints/tiny/data/openings.jsonl
 COMPARE ?=
 # Processes of `make test`, each of which starts servers of its own.
-JOBS ?= 2
+JOBS ?= 3
 # Options of `make sweep`; they come after those for the bundled pair and win.
 SWEEP ?=
 # Where `make tiny-pair` puts the pair, and options of its trainer.

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 
 from tests.server.processes import Launcher, Process, start
@@ -47,6 +48,10 @@ WORKERS = {
     "v1": {},
     "v2": {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "1"},
 }
+EACH_WAY = [  # how a server is started: see `starter`
+    pytest.param(False, id="forked"),
+    pytest.param(True, id="command", marks=pytest.mark.long),
+]
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
 # As it was when the tests began: what they import adds to it.

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from tests.server.checks import check
-from tests.server.harness import DFLASH, DRAFTER, Server, events, fails_to_start, generate_body
+from tests.server.harness import (
+    DFLASH,
+    DRAFTER,
+    EACH_WAY,
+    Server,
+    events,
+    fails_to_start,
+    generate_body,
+)
 
 PICTURE = {"image_data": ["picture.png"]}
 
@@ -119,11 +127,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.command
-def test_start(broken: Path, tmp_path: Path) -> None:
-    """A command that is refused prints the sentence last, no traceback, and exits non-zero.
-
-    The first as a command; the others only need the arguments to be looked at.
-    """
+@pytest.mark.parametrize("by_itself", EACH_WAY)
+def test_start(broken: Path, tmp_path: Path, by_itself: bool) -> None:
+    """A server that is refused prints the sentence last, no traceback, and exits non-zero."""
     path = "--speculative-draft-model-path"
     refused = {
         (*DFLASH, path, "/nowhere/drafter"): f"error: {path} /nowhere/drafter is not a folder",
@@ -135,7 +141,7 @@ def test_start(broken: Path, tmp_path: Path) -> None:
     }
     for number, (arguments, sentence) in enumerate(refused.items()):
         log = tmp_path / f"{number}.log"
-        status, output = fails_to_start(log, *arguments, by_itself=number == 0)
+        status, output = fails_to_start(log, *arguments, by_itself=by_itself)
         last = output.strip().splitlines()[-1]
         assert status == 1, output
         assert last.startswith(sentence) and last.endswith("."), output

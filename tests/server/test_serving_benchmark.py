@@ -27,10 +27,10 @@ def rows(output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
-def measure(output: Path, servers: dict[str, str], *more: str) -> int:
+def measure(output: Path, servers: dict[str, str], *more: str, requests: int = REQUESTS) -> int:
     """Exit status of a run on servers that run already."""
     given = [part for name, url in servers.items() for part in ("--url", f"{name}={url}")]
-    given += ["--requests", str(REQUESTS), "--least-per-client", "1", "--seconds", "30"]
+    given += ["--requests", str(requests), "--least-per-client", "1", "--seconds", "30"]
     return serving.main([*given, "--output-file", str(output), *more])
 
 
@@ -87,7 +87,7 @@ def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> No
 
         killer = threading.Thread(target=kill)
         killer.start()
-        assert measure(output, servers, *places) == 1
+        assert measure(output, servers, *places, requests=2) == 1
         killer.join()
     found = rows(output)
     errors = {(row["system"], row["clients"]): row["error"] for row in found}
@@ -99,7 +99,7 @@ def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> No
     assert all(error.startswith("the server did not start") for error in nowhere)
 
     servers |= dict.fromkeys(("doomed", "nowhere"), plain.url)
-    assert measure(output, servers, *places, "--resume") == 0
+    assert measure(output, servers, *places, "--resume", requests=2) == 0
     again = rows(output)[9:]
     assert not any(row["error"] for row in again)
     failed = {cell for cell, error in errors.items() if error}
@@ -112,9 +112,9 @@ def test_it_stops_when_the_time_is_up(
 ) -> None:
     output = tmp_path / "found.jsonl"
     places = ("--cells", "chat/greedy/1,2", "--stop-after")
-    assert measure(output, {"plain": plain.url}, *places, "0.01") == 2
+    assert measure(output, {"plain": plain.url}, *places, "0.01", requests=2) == 2
     assert rows(output) == [] and "2 cells are left" in capsys.readouterr().out
-    assert measure(output, {"plain": plain.url}, *places, "600", "--resume") == 0
+    assert measure(output, {"plain": plain.url}, *places, "600", "--resume", requests=2) == 0
     assert len(rows(output)) == 2
 
 
@@ -130,6 +130,7 @@ def servers_of(logs: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long  # two starts of servers as commands
 @pytest.mark.command
 def test_a_signal_ends_all_servers(tmp_path: Path) -> None:
     logs = tmp_path / "logs"

@@ -19,18 +19,13 @@ import pytest
 import requests
 
 from tests.server.checks import assert_same, assert_speculated, check
-from tests.server.harness import CHOSEN_WORKERS, Server, free_port, group_lives, running
+from tests.server.harness import CHOSEN_WORKERS, EACH_WAY, Server, free_port, group_lives, running
 
 pytestmark = pytest.mark.command
 
 END_SECONDS = 20  # of which the release waits 2 for clients that may have left
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
-
-EACH_WAY = [
-    pytest.param(False, id="forked"),
-    pytest.param(True, id="command", marks=pytest.mark.long),
-]
 # Which worker does not matter to most of this, so they take turns.
 FIRST, SECOND = CHOSEN_WORKERS[0], CHOSEN_WORKERS[-1]
 
