@@ -104,7 +104,8 @@ test-quick: setup ## unit tests, and an answer of each worker; JOBS at once, ARG
 
 test-long: setup ## what takes long by nature: before a problem is called solved; JOBS at once, ARGS of pytest
 	@$(PYTEST) -m long $(wildcard tests/unit tests/patches tests/server) $(ARGS)
-	@DFLASH_TEST_PROMPTS=100 $(PYTEST) tests/server/test_features.py $(ARGS)
+	@DFLASH_TEST_PROMPTS=100 $(PYTEST) -m "not long" \
+	$(foreach name,features formats pool sweep,tests/server/test_$(name).py) $(ARGS)
 
 test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; ARGS of pytest
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \

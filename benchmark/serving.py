@@ -4,6 +4,7 @@
         --target-model TARGET --draft-model DRAFTER --workloads chat,gsm8k --loads 1,8,32
     python benchmark/serving.py report FILE… [--plot DIR]
     python benchmark/serving.py agreement --base-url URL
+    python benchmark/serving.py profile --base-url URL
 
 Exit status: 0 good; 1 a cell failed; 2 nothing could be measured; 3 --stop-after left cells for
 --resume; 130 or 128 plus the signal if it was ended, and then --resume goes on, too.
@@ -23,7 +24,7 @@ from benchmark.jsonl import Row, good  # noqa: E402
 from benchmark.machine import Machine  # noqa: E402
 from benchmark.options import check_plot  # noqa: E402
 from benchmark.servers import end_by_signals  # noqa: E402
-from benchmark.traffic import agreement, arguments, measure, plot, report, rows  # noqa: E402
+from benchmark.traffic import agreement, arguments, measure, plot, profile, report, rows  # noqa: E402
 
 GOOD, FAILED, NOTHING, LEFT = 0, 1, 2, 3
 
@@ -74,7 +75,7 @@ def report_again(given: Sequence[str]) -> int:
     return GOOD
 
 
-COMMANDS = {"report": report_again, "agreement": agreement.main}
+COMMANDS = {"report": report_again, "agreement": agreement.main, "profile": profile.main}
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ def group(item: pytest.Item) -> str:
     if item.get_closest_marker("command"):
         return "commands"
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    for fixture in ("dflash", "either", "chunked"):
+    for fixture in ("dflash", "either", "chunked", "workers"):
         if fixture in parameters and item.path.name not in WHOLE:
             chosen = parameters[fixture]
             return f"worker {chosen if isinstance(chosen, str) else chosen[0]}"

@@ -237,12 +237,13 @@ def _measure_all(
 ) -> None:
     for cell in waiting:
         served = next(each for each in systems if each.name == cell.system)
-        if served.dead:
-            run.keep(cell, {"error": served.dead, "provenance": {}})
-            continue
+        # First, because a server that was not up when the time was is no failure.
         if run.left() < _expected(run, cell.place):
             print(f"{len(run.waiting())} cells are left, because the time is up", flush=True)
             return
+        if served.dead:
+            run.keep(cell, {"error": served.dead, "provenance": {}})
+            continue
         began = time.monotonic()
         try:
             result = _measure_cell(run, cell, served, clients)

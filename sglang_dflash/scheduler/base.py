@@ -129,7 +129,8 @@ class DFlashWorkerBase:
         """Gives requests what they take of a round; see `commit_round`."""
         committed = commit_round(reqs, tokens, lengths, output)
         self.acceptance.note(committed.lengths)
-        self.metrics.committed(tokens.shape[1], [len(each) for each in committed.taken if each])
+        taken = [len(each) for each in committed.taken if each]
+        self.metrics.committed(tokens.shape[1], taken, in_vain=len(reqs) - len(taken))
         self.metrics.not_finite(committed.failed)
         return committed.taken
 

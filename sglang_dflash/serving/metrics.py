@@ -1,7 +1,7 @@
 """Prometheus metrics of DFlash on `/metrics`, if the server runs with `--enable-metrics`.
 
 Named and labelled as SGLang's own. Rounds are counted where they are committed, on the host, so that
-rounds in vain count nowhere; nothing waits for a device.
+rounds in vain have a count of their own; nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sglang:dflash_rounds_total": (
         "Counter",
         "Verify steps of requests: one for each request in a round.",
+        (),
+    ),
+    "sglang:dflash_rounds_in_vain_total": (
+        "Counter",
+        "Verify steps of requests that had ended when the result came.",
         (),
     ),
     "sglang:dflash_drafted_tokens_total": ("Counter", "Tokens that the draft model drafted.", ()),
@@ -105,15 +110,17 @@ class RoundMetrics:
         if amount:
             self._child(f"{name}_total", **own).inc(amount)
 
-    def committed(self, width: int, taken: Sequence[int]) -> None:
+    def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None:
         """After a round.
 
         Args:
             width: rows of its blocks.
             taken: how many tokens each request took, those aside for which it ran in vain.
+            in_vain: for how many it did.
         """
         rounds = len(taken)
         self._add("rounds", rounds)
+        self._add("rounds_in_vain", in_vain)
         self._add("drafted_tokens", rounds * (width - 1))
         self._add("accepted_tokens", sum(taken) - rounds)
         for length in taken:
@@ -138,7 +145,7 @@ class RoundMetrics:
 class NoMetrics:
     """Without `--enable-metrics`."""
 
-    def committed(self, width: int, taken: Sequence[int]) -> None: ...
+    def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None: ...
 
     def fell_back(self, reason: str) -> None: ...
 

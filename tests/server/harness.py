@@ -50,8 +50,10 @@ WORKERS = {
 }
 EACH_WAY = [  # how a server is started: see `starter`
     pytest.param(False, id="forked"),
-    pytest.param(True, id="command", marks=pytest.mark.long),
+    pytest.param(True, id="command", marks=[pytest.mark.long, pytest.mark.command]),
 ]
+# How many prompts a test asks that would learn more from more of them.
+_PROMPTS = int(os.environ.get("DFLASH_TEST_PROMPTS", "0"))
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
 # As it was when the tests began: what they import adds to it.
@@ -63,6 +65,11 @@ DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path",
 START_SECONDS = 300  # a first start on a busy GPU machine, which compiles kernels; else about 20
 REQUEST_SECONDS = 120
 END_SECONDS = 30  # the release looks every 5 s whether it may end
+
+
+def prompts_of(usual: int, most: int = 100) -> int:
+    """How many prompts to ask: the usual number, or as many as DFLASH_TEST_PROMPTS says, up to the most."""
+    return max(usual, min(most, _PROMPTS))
 
 
 def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:

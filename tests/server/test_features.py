@@ -12,11 +12,11 @@ import pytest
 
 from tests.server.checks import assert_speculated
 from tests.server.features import GREEDY, REFUSED, Feature, Prompt, comparable
-from tests.server.harness import CHOSEN_WORKERS, ROOT, Server
+from tests.server.harness import CHOSEN_WORKERS, ROOT, Server, prompts_of
 
 TABLE = ROOT / "docs" / "features.md"
 # 200 prompts a feature take minutes; the figure is in the table's foreword when they were asked.
-PROMPTS = int(os.environ.get("DFLASH_TEST_PROMPTS", "8"))
+PROMPTS = prompts_of(8)
 AT_ONCE = 12  # as many as the server takes together, but for some that come when others leave
 TOLERANCE = 1e-3  # log-probabilities and hidden states of rows that ran together or alone
 

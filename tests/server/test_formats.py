@@ -16,6 +16,7 @@ from tests.server.harness import (
     TARGET,
     Server,
     fails_to_start,
+    prompts_of,
     running,
 )
 from tests.server.references import (
@@ -26,7 +27,8 @@ from tests.server.references import (
     zlab_generation,
 )
 
-PROBLEMS = 50
+PROBLEMS = prompts_of(20, most=50)
+LONG_PROBLEMS = prompts_of(5, most=12)
 BLOCK, MASK, TAPS = 16, 3, [1, 2, 3]  # of the bundled drafter, in speculators' terms
 WINDOW = 48
 Answers = list[tuple[list[int], list[int]]]
@@ -55,7 +57,7 @@ def test_reference_implementation(
     for prompt, expected in zip(questions, reference, strict=False):
         assert served(dflash, prompt) == expected
     lengths = [length for _, answer in reference for length in answer]
-    assert len(lengths) > 400 and sum(lengths) / len(lengths) > 6
+    assert len(lengths) > 8 * PROBLEMS and sum(lengths) / len(lengths) > 6
 
 
 def test_converted(
@@ -77,7 +79,7 @@ def long_questions(
 ) -> list[list[int]]:
     """Questions after three solved problems: more than four windows of context."""
     texts = []
-    for i in range(12):
+    for i in range(LONG_PROBLEMS):
         solved = range(100 + 3 * i, 103 + 3 * i)
         texts.append("".join(f"{prompts[j]}{problems[j]['answer']}<|im_end|>\n" for j in solved))
     return [tokenizer.encode(text + prompts[i]) for i, text in enumerate(texts)]

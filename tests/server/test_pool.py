@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.checks import accept_length, assert_same
-from tests.server.harness import CHOSEN_WORKERS, Server, running
+from tests.server.harness import CHOSEN_WORKERS, Server, prompts_of, running
 
 # A pool of four blocks a request, which holds about three of those below.
 CONCURRENCY, WIDTH = 16, 8
@@ -24,7 +24,8 @@ CARELESS = {
 # Each size once; the larger with overlap, whose reservations end inside a page.
 PAGES = {"v1": "1", "v2": "16"}
 BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
-ANSWER, REQUESTS, RETRACTIONS = 120, 32, 20
+ANSWER, REQUESTS = 120, prompts_of(20, most=32)
+RETRACTIONS = REQUESTS // 2
 
 
 @pytest.fixture(scope="module", params=CHOSEN_WORKERS)

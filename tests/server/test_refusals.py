@@ -126,7 +126,6 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.command
 @pytest.mark.parametrize("by_itself", EACH_WAY)
 def test_start(broken: Path, tmp_path: Path, by_itself: bool) -> None:
     """A server that is refused prints the sentence last, no traceback, and exits non-zero."""

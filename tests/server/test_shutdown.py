@@ -1,7 +1,7 @@
 """How a server ends: told to, killed in parts, killed whole; with a full disk; and the next one on its port.
 
-Every server here starts on the port of the one before, which had a connection open when it ended. One that is told
-to end is a command of its own, the others are forked by the tests; in `make test-long` each is a command.
+Every server here starts on the port of the one before, which had a connection open when it ended. All are forked by
+the tests; in `make test-long` each is also a command of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import requests
 from tests.server.checks import assert_same, assert_speculated, check
 from tests.server.harness import CHOSEN_WORKERS, EACH_WAY, Server, free_port, group_lives, running
 
-pytestmark = pytest.mark.command
-
 END_SECONDS = 20  # of which the release waits 2 for clients that may have left
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
 
 # Which worker does not matter to most of this, so they take turns.
+COMMAND = [pytest.mark.long, pytest.mark.command]
 FIRST, SECOND = CHOSEN_WORKERS[0], CHOSEN_WORKERS[-1]
 
 
@@ -86,9 +85,10 @@ def test_killed(
 @pytest.mark.parametrize(
     ("worker", "disk", "by_itself"),
     [
-        pytest.param(SECOND, "full", True),
-        pytest.param(FIRST, "free", False),
-        pytest.param(FIRST, "free", True, marks=pytest.mark.long),
+        (SECOND, "full", False),
+        (FIRST, "free", False),
+        pytest.param(SECOND, "full", True, marks=COMMAND),
+        pytest.param(FIRST, "free", True, marks=COMMAND),
     ],
 )
 def test_sigterm(

@@ -24,11 +24,10 @@ from tests.server.harness import (
     TARGET,
     Server,
     environment,
+    prompts_of,
 )
 
-pytestmark = pytest.mark.command
-
-QUESTIONS = 32
+QUESTIONS = prompts_of(16, most=32)
 SECONDS = 280
 CONCURRENCIES = (2, 8)
 # What does not depend on time, nor on who started the server.
@@ -116,6 +115,7 @@ def test_on_servers_that_run(workers: list[str], expected: list[dict]) -> None:
 
 
 @exact
+@pytest.mark.command
 @pytest.mark.long  # four starts of servers as commands
 def test_killed_and_resumed(tmp_path: Path, workers: list[str], expected: list[dict]) -> None:
     arms = arms_of(workers)
