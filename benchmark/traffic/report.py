@@ -13,6 +13,7 @@ from benchmark.jsonl import Row, good
 from benchmark.traffic.arrivals import Closed, Load
 from benchmark.traffic.figures import differing
 from benchmark.traffic.rows import load_of
+from benchmark.traffic.systems import OWN_NAMES
 from benchmark.traffic.workloads import FILES, KINDS
 
 Table = list[list[str]]
@@ -117,7 +118,20 @@ def throughput(found: Found, place: Place) -> Table:
     table = [["output tok/s", *map(str, loads)]]
     for system in found.systems:
         table.append([system, *(_rate(found, place, system, load) for load in loads)])
+    own = [name for name in reversed(OWN_NAMES) if name in found.systems and name != PLAIN]
+    if own and set(found.systems) - set(OWN_NAMES):
+        line = (_over_peers(found, place, own[0], load) for load in loads)
+        table.append([f"{own[0]} / the best of the others", *line])
     return table
+
+
+def _over_peers(found: Found, place: Place, own: str, load: Load) -> str:
+    """Output tokens/s over those of the fastest system that is not this project's."""
+    peers = (name for name in found.systems if name not in OWN_NAMES)
+    theirs = [found.value(place, name, load, "output_tok_s") for name in peers]
+    best = max((value for value in theirs if value), default=None)
+    mine = found.value(place, own, load, "output_tok_s")
+    return f"{mine / best:.2f}" if mine and best else "–"
 
 
 def _rate(found: Found, place: Place, system: str, load: Load) -> str:

@@ -54,6 +54,13 @@ EACH_WAY = [  # how a server is started: see `starter`
 ]
 # How many prompts a test asks that would learn more from more of them.
 _PROMPTS = int(os.environ.get("DFLASH_TEST_PROMPTS", "0"))
+
+
+def in_long(*values: Any) -> list[Any]:
+    """Parameters that only `make test-long` takes."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
 # As it was when the tests began: what they import adds to it.

@@ -101,7 +101,7 @@ def chunked(request: pytest.FixtureRequest, _servers: Callable) -> Iterator[Serv
 def test_abort_in_prefill(chunked: Server, plain: Server, tokenizer, prompts: list[str]) -> None:
     """A prompt of many chunks, aborted when some of them are there: it ends with its first token."""
     prompt = tokenizer.encode("".join(prompts[88:128]))[:1900]
-    for attempt in range(4):
+    for attempt in range(2):
         ids = [*prompt[attempt:], *prompt[:attempt]]  # not in the cache
         body = generate_body(ids, max_new_tokens=100, ignore_eos=True) | {"rid": f"p{attempt}"}
         with ThreadPoolExecutor(1) as pool:

@@ -16,7 +16,7 @@ from tests.server.harness import CHOSEN_WORKERS, ROOT, Server, prompts_of
 
 TABLE = ROOT / "docs" / "features.md"
 # 200 prompts a feature take minutes; the figure is in the table's foreword when they were asked.
-PROMPTS = prompts_of(8)
+PROMPTS = prompts_of(5)
 AT_ONCE = 12  # as many as the server takes together, but for some that come when others leave
 TOLERANCE = 1e-3  # log-probabilities and hidden states of rows that ran together or alone
 

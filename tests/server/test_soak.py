@@ -16,7 +16,7 @@ PROMPTS = PAIR / "data" / "test.jsonl"
 
 @pytest.mark.parametrize(
     "bound",
-    [("--requests", "150"), pytest.param(("--seconds", "60"), marks=pytest.mark.long)],
+    [("--requests", "100"), pytest.param(("--seconds", "60"), marks=pytest.mark.long)],
     ids=" ".join,
 )
 def test_soak(dflash: Server, plain: Server, bound: tuple[str, str]) -> None:

@@ -143,6 +143,8 @@ def test_killed_and_resumed(tmp_path: Path, workers: list[str], expected: list[d
         assert {name: mine[name] for name in SAME} == {name: its[name] for name in SAME}
 
 
+@pytest.mark.command
+@pytest.mark.long
 def test_a_server_that_is_not_up_in_time_leaves_nobody(tmp_path: Path) -> None:
     output = tmp_path / "late.jsonl"
     process = sweep(output, "--skip-baseline", "--workers", "v2", "--timeout-s", "1")

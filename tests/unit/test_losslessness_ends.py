@@ -93,7 +93,9 @@ def started(folder: Path) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_told_to_end(start: Callable, tmp_path: Path, number: signal.Signals) -> None:
     process = start("hang")
     servers = started(tmp_path / "pids")

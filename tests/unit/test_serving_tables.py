@@ -79,6 +79,15 @@ def test_tables(tmp_path: Path) -> None:
         report.text([])
 
 
+def test_ratio_to_the_best_of_the_others() -> None:
+    """Of the better worker, to whoever is fastest at that load; nothing where either is missing."""
+    others = [row("vllm", 1, 320), row("sglang", 1, 200), row("sglang", 8, 500)]
+    table = report.throughput(report.Found([*ROWS, *others]), ("chat", "greedy"))
+    assert table[-1] == ["v2 / the best of the others", "1.25", "2.00"]
+    table = report.throughput(report.Found([*ROWS, row("vllm", 16, 320)]), ("chat", "greedy"))
+    assert table[-1] == ["v2 / the best of the others", "–", "–", "–"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("tp_size", 2), ("max_tokens", 9), ("server_args", ["--page-size", "16"])]
 )
