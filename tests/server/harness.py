@@ -63,6 +63,17 @@ def in_long(*values: Any) -> list[Any]:
 
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
+
+def mostly_on(index: int) -> pytest.MarkDecorator:
+    """A test on the shared server of one of the chosen workers; of the other in `make test-long`.
+
+    Where both do the same: what they share is tested on either of them.
+    """
+    worker = CHOSEN_WORKERS[index]
+    others = in_long(*(other for other in CHOSEN_WORKERS if other != worker))
+    return pytest.mark.parametrize("dflash", [worker, *others], indirect=True)
+
+
 # As it was when the tests began: what they import adds to it.
 _OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 _shared: Path | None = None

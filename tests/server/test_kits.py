@@ -24,7 +24,7 @@ from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.radix_cache_server_kit import gen_radix_tree
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
 
-from tests.server.harness import CHOSEN_WORKERS, TARGET, Server, running
+from tests.server.harness import CHOSEN_WORKERS, TARGET, Server, mostly_on, running
 
 # Tests of a kit that ask for what the bundled target cannot do, by the reason.
 LEFT_OUT = {
@@ -69,6 +69,7 @@ def test_kit(dflash: Server, kit: type, attributes: dict) -> None:
     run_kit(kit, dflash, **attributes)
 
 
+@mostly_on(0)
 def test_kl_divergence(dflash: Server, prompts: list[str], tokenizer, monkeypatch) -> None:
     """Log-probabilities of sampled tokens against those of a prefill over them.
 

@@ -145,7 +145,7 @@ def test_client_goes_away(either: Server, prompts: list[str]) -> None:
     body = generate_body(prompts[8], max_new_tokens=1900, ignore_eos=True) | {"stream": True}
     with either.post("/generate", body, stream=True) as response:
         next(events(response))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while either.load()["num_reqs"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert either.load()["num_reqs"] == 0

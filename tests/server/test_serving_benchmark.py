@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmark import serving
-from tests.server.harness import DEVICE, ROOT, Server, environment, running
+from tests.server.harness import DEVICE, ROOT, Server, environment, mostly_on, running
 
 REQUESTS = 6
 SECONDS = 120
@@ -34,6 +34,7 @@ def measure(output: Path, servers: dict[str, str], *more: str, requests: int = R
     return serving.main([*given, "--output-file", str(output), *more])
 
 
+@mostly_on(-1)
 @exact
 def test_counts_what_the_servers_count(
     tmp_path: Path, plain: Server, dflash: Server, prompts: list[str]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.server.checks import accept_length, assert_same
-from tests.server.harness import CHOSEN_WORKERS, Server, running
+from tests.server.harness import CHOSEN_WORKERS, Server, in_long, running
 
 WIDTHS = (2, 5, 9, 16)
 
 
-@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+@pytest.mark.parametrize("worker", [CHOSEN_WORKERS[-1], *in_long(*CHOSEN_WORKERS[:-1])])
 def test_random_widths(worker: str, logs: Path, plain: Server, prompts: list[str]) -> None:
     """Each round draws its width; graphs, reservations and draft KV follow it."""
     variables = {"SGLANG_DFLASH_RANDOM_WIDTHS": ",".join(map(str, WIDTHS))}

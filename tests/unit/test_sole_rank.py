@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.sampler import Sampler
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
+ROOT = Path(__file__).parents[2]
+RANKS = """
+import json, os, sys
+import torch
+from sglang.srt.distributed import parallel_state
 from sglang_dflash.drawing.ranks import agreed
-
-
-def draw(port: int, rank: int, drawn: multiprocessing.Queue) -> None:
-    """What one of two ranks draws, and what they agree on."""
-    parallel_state.init_distributed_environment(
-        world_size=2,
-        rank=rank,
-        local_rank=rank,
-        backend="gloo",
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
-    )
-    parallel_state._TP = parallel_state.init_model_parallel_group(
-        [[0, 1]], rank, "gloo", use_pynccl=False, use_custom_allreduce=False, group_name="tp"
-    )
-    torch.manual_seed(rank)
-    tokens = torch.multinomial(torch.ones(3, 100), 4, replacement=True)
-    drawn.put((rank, tokens.tolist(), agreed(tokens.clone()).tolist()))
+rank = 0 if os.fork() else 1  # the modules take longer than all the rest
+parallel_state.init_distributed_environment(
+    world_size=2, rank=rank, local_rank=rank, backend="gloo",
+    distributed_init_method=f"tcp://127.0.0.1:{sys.argv[1]}",
+)
+parallel_state._TP = parallel_state.init_model_parallel_group(
+    [[0, 1]], rank, "gloo", use_pynccl=False, use_custom_allreduce=False, group_name="tp"
+)
+torch.manual_seed(rank)
+drawn = torch.multinomial(torch.ones(3, 100), 4, replacement=True)
+print(json.dumps([rank, drawn.tolist(), agreed(drawn.clone()).tolist()]), flush=True)
+if rank == 0:
+    os.wait()
+"""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -50,16 +54,11 @@ def test_a_round_has_one_draw_for_all_ranks() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # the modules are there already
-    drawn = context.Queue()
-    ranks = [context.Process(target=draw, args=(port, rank, drawn)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    (_, first, first_agreed), (_, second, second_agreed) = sorted(
-        drawn.get(timeout=120) for _ in ranks
+    command = [sys.executable, "-c", RANKS, str(port)]
+    said = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=120, check=True
     )
-    for rank in ranks:
-        rank.join(60)
-        assert rank.exitcode == 0
+    ranks = sorted(json.loads(line) for line in said.stdout.splitlines())
+    (_, first, first_agreed), (_, second, second_agreed) = ranks
     assert first != second
     assert first_agreed == second_agreed == first
