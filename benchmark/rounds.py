@@ -3,7 +3,7 @@
     python benchmark/rounds.py --systems v1,v2,plain --peer NAME=PYTHONPATH --profile \
         --output results.jsonl
     python benchmark/rounds.py table results.jsonl
-    python benchmark/rounds.py report benchmark/results/*.jsonl --write docs/performance.md
+    python benchmark/rounds.py report benchmark/results/*.jsonl --write docs/rounds.md
     python benchmark/rounds.py trace TRACE.json.gz --steps 24
 
 With dummy weights nothing is accepted, so every round costs the same whatever the text is: rounds

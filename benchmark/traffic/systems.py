@@ -14,6 +14,9 @@ from benchmark.machine import location
 from benchmark.servers import OWN, System, peer_system
 from benchmark.shapes import TINY, read_config
 
+# Rows of prompts that a captured step of vLLM may have beside everybody's blocks.
+VLLM_PROMPT_ROWS = 512
+
 # This project's systems, and how they are started.
 _OWN = {"plain": "plain", "v1": "v1", "v2": "v2-plan"}
 OWN_NAMES = tuple(_OWN)
@@ -196,8 +199,8 @@ def server_arguments(
     given += ["--max-total-tokens", str(needs.kv_tokens)]
     if device == "cuda":
         given += ["--dtype", "bfloat16", "--cuda-graph-max-bs", str(needs.requests)]
-        if pair.tiny and choice.kind == "own":
-            # The release's piecewise graphs fail on so small a model.
+        if choice.kind == "own":
+            # The release's piecewise graphs fail on the bundled target, small or inflated.
             given += ["--disable-piecewise-cuda-graph"]
     else:
         given += ["--dtype", "float32", "--sleep-on-idle"]
@@ -215,9 +218,12 @@ def _vllm_arguments(choice: Choice, pair: Pair, needs: Needs, tp: int) -> list[s
     # The first is looked at when it starts and must be free; the second is what it takes.
     given += ["--gpu-memory-utilization", "0.2"]
     given += ["--kv-cache-memory-bytes", str(pair.kv_bytes(needs.kv_tokens, tp))]
+    rows = 1
     if choice.drafts:
         drafter: dict[str, object] = {"method": "dflash", "model": location(pair.drafter)}
         if block := pair.block():
             drafter["num_speculative_tokens"] = block - 1
+            rows = block
         given += ["--speculative-config", json.dumps(drafter)]
-    return given
+    # Its default ends at 512 rows: 32 requests with blocks of 16 and one prompt would run without graphs.
+    return [*given, "--max-cudagraph-capture-size", str(needs.requests * rows + VLLM_PROMPT_ROWS)]

@@ -242,6 +242,8 @@ def test_systems_by_python_and_path(tmp_path: Path) -> None:
     assert "--speculative-config" not in lines["vllm-plain"]
     # 4 + 2 layers, one KV head of 64 on each of two ranks, K and V in bfloat16.
     assert f"--kv-cache-memory-bytes {6 * 64 * 4 * 60000}" in " ".join(lines["vllm"])
+    # A block for each of 64 requests, and a prompt.
+    assert f"--max-cudagraph-capture-size {64 * 16 + 512}" in " ".join(lines["vllm"])
     assert vllm.system.launch[0].startswith("vllm.") and peer.system.launch == v2.system.launch
     public = provenance.without_paths(["--sglang", f"peer={tmp_path}", "--url", "a=http://b"], {})
     assert public == ["--sglang", "peer=(a path)", "--url", "a=http://b"]
