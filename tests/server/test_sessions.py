@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -128,15 +129,15 @@ def wait_for(server: Server, requests: int) -> None:
     assert asked >= requests
 
 
-def stays(
-    conversation: Conversation, plain: Server, prompt: list[int], turn: list[int], **sampling: Any
-) -> None:
+def stays(conversation: Conversation, plain: Server, prompt: list[int], turn: list[int]) -> None:
     """After a turn that was aborted, the next has all of it before itself, and answers right."""
-    before = len(conversation.tokens) + len(prompt)
-    full = plain.reference([*conversation.tokens, *prompt], **sampling)["output_ids"]
+    context = [*conversation.tokens, *prompt]
     answer = conversation.ask(turn, max_new_tokens=40)
-    kept = answer["meta_info"]["prompt_tokens"] - len(turn) - before
-    context = [*conversation.tokens[: before - len(prompt)], *prompt, *full[:kept], *turn]
+    said = answer["meta_info"]["prompt_tokens"] - len(turn) - len(context)
+    if said:
+        sampling = {"max_new_tokens": said, "ignore_eos": True}
+        context += plain.reference(context, **sampling)["output_ids"]
+    context += turn
     assert_same(answer, plain.reference(context, max_new_tokens=40), plain, context)
     conversation.tokens = context + answer["output_ids"]
 
@@ -165,7 +166,7 @@ def test_abort(
             if number == chunks:
                 assert server.post("/abort_request", {"rid": body["rid"]}).status_code == 200
     assert seen[-1]["meta_info"]["finish_reason"]["type"] == "abort"
-    stays(conversation, plain, turns[11], turns[12], **BLOCKING)
+    stays(conversation, plain, turns[11], turns[12])
     conversation.check(plain, turns[13], max_new_tokens=20)
 
 
@@ -177,7 +178,7 @@ def test_the_client_goes_away(
     with conversation.server.post("/generate", body, stream=True) as response:
         next(events(response))
     idle(conversation.server)
-    stays(conversation, plain, turns[15], turns[16], **BLOCKING)
+    stays(conversation, plain, turns[15], turns[16])
 
 
 def idle(server: Server) -> None:
@@ -211,27 +212,25 @@ REFUSED = {
     "drop": ({"drop_previous_output": True}, {}, "drop_previous_output True is not supported"),
     "copies": ({}, {"n": 2}, "n 2 is not supported in a streaming session"),
     "grammar": ({}, {"regex": "(("}, "Failed to compile regex grammar"),
-    "long": ({}, {}, "longer than"),
+    "long": ({}, {}, "exceeds the maximum allowed length"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("stream", [False, True])
 def test_refused_turns(
-    server: Server, plain: Server, turns: list[list[int]], name: str, stream: bool
+    conversation: Conversation, plain: Server, turns: list[list[int]], name: str
 ) -> None:
-    """Status 400 and a sentence, in a first turn and in a later one; neither is part of the session."""
+    """Status 400 and a sentence, in any turn, streamed or not; none of them is part of the session."""
     parameters, sampling, sentence = REFUSED[name]
-    conversation = Conversation(server)
-    for turn in range(2):
-        conversation.check(plain, turns[30 + turn], max_new_tokens=20)
-        prompt = [5] * 4050 if name == "long" else turns[32]
-        body = conversation.body(prompt, max_new_tokens=20, **sampling) | {"stream": stream}
+    prompt = [5] * 4050 if name == "long" else turns[32]
+    for turn in range(3):
+        body = conversation.body(prompt, max_new_tokens=20, **sampling)
         body["session_params"] |= parameters
-        response = server.post("/generate", body)
-        assert response.status_code == 400 and sentence in response.text, response.text
-    conversation.check(plain, turns[33], max_new_tokens=20)
-    conversation.close()
+        body["stream"] = turn == 1 and name != "copies"  # each copy would have an event instead
+        if not (turn == 0 and name == "long"):
+            response = conversation.server.post("/generate", body)
+            assert response.status_code == 400 and sentence in response.text, response.text
+        conversation.check(plain, turns[29 + turn], max_new_tokens=20)
 
 
 def test_a_turn_before_the_last_one_ended(
@@ -248,7 +247,7 @@ def test_a_turn_before_the_last_one_ended(
         assert "is still answering request first" in response.text
         assert server.post("/abort_request", {"rid": "first"}).status_code == 200
         assert running.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
-    stays(conversation, plain, turns[35], turns[37], **BLOCKING)
+    stays(conversation, plain, turns[35], turns[37])
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -261,7 +260,7 @@ def test_closed_while_a_turn_runs(
         conversation.check(plain, prompt, max_new_tokens=20)
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(
-            conversation.check, plain, turns[40], max_new_tokens=700, ignore_eos=True
+            conversation.check, plain, turns[40], max_new_tokens=250, ignore_eos=True
         )
         wait_for(server, 1)
         conversation.close()
@@ -281,10 +280,63 @@ def test_all_sessions_are_open(server: Server, plain: Server, turns: list[list[i
     assert f"{SESSIONS} streaming sessions are open" in response.text
     for conversation, prompt in zip(opened, turns[42:], strict=False):
         conversation.check(plain, prompt, max_new_tokens=20)
-    answers = server.generate_all(turns[50:58], concurrency=8, max_new_tokens=60)
-    for prompt, answer in zip(turns[50:58], answers, strict=True):
-        assert_same(answer, plain.reference(prompt, max_new_tokens=60), plain, prompt)
+    answers = server.generate_all(turns[:6], concurrency=6, max_new_tokens=30)
+    for prompt, answer in zip(turns[:6], answers, strict=True):
+        assert_same(answer, plain.reference(prompt, max_new_tokens=30), plain, prompt)
     opened.pop().close()
     opened.append(Conversation(server))
     for conversation in opened:
         conversation.close()
+
+
+def test_flush(conversation: Conversation, plain: Server, turns: list[list[int]]) -> None:
+    """What sessions keep is forgotten, not what was said."""
+    conversation.check(plain, turns[26], max_new_tokens=20)
+    assert conversation.server.post("/flush_cache").status_code == 200
+    assert (
+        conversation.check(plain, turns[27], max_new_tokens=20)["meta_info"]["cached_tokens"] == 0
+    )
+
+
+@pytest.mark.long
+def test_random_turns(server: Server, plain: Server, turns: list[list[int]]) -> None:
+    """Turns that end, are aborted at any time or are refused, in sessions that are closed at any time."""
+    deadline = time.monotonic() + 60
+    talked = []
+
+    def talk(seed: int) -> None:
+        dice, answers = random.Random(seed), 0
+        while time.monotonic() < deadline:
+            conversation = Conversation(server)
+            for prompt in dice.sample(turns, dice.randint(1, 6)):
+                answers += step(conversation, plain, prompt, dice)
+            conversation.close()
+        talked.append(answers)
+
+    with ThreadPoolExecutor(SESSIONS) as pool:
+        list(pool.map(talk, range(SESSIONS)))
+    print(f"{sum(talked)} turns")
+    assert sum(talked) > 20
+
+
+def step(conversation: Conversation, plain: Server, prompt: list[int], dice: random.Random) -> int:
+    """One turn, or two if the first is aborted; how many answers were compared."""
+    server = conversation.server
+    if dice.random() < 0.5:
+        conversation.check(plain, prompt, max_new_tokens=dice.choice([0, 1, 7, 30, 80]))
+        return 1
+    if dice.random() < 0.3:
+        body = conversation.body(prompt)
+        body["session_params"]["offset"] = 1
+        assert server.post("/generate", body).status_code == 400
+        return 0
+    body = conversation.body(prompt, **BLOCKING) | {"rid": f"{conversation.id}-{dice.random()}"}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/generate", body)
+        time.sleep(dice.uniform(0, 0.2))
+        while not running.done():  # an abort that comes before its request aborts nothing
+            assert server.post("/abort_request", {"rid": body["rid"]}).status_code == 200
+            time.sleep(0.05)
+        assert running.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    stays(conversation, plain, prompt, prompt[-9:])
+    return 1
