@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.checks import assert_same, assert_speculated
-from tests.server.harness import CHOSEN_WORKERS, Server, events, generate_body, running
+from tests.server.harness import CHOSEN_WORKERS, Server, events, generate_body, in_long, running
 
 SESSIONS = 4  # as many requests run at once
 BLOCKING = {"max_new_tokens": 1500, "ignore_eos": True}
@@ -22,10 +22,9 @@ ARGUMENTS = (
     *("--reasoning-parser", "qwen3"),
 )
 PAGES = {"v1": ("--page-size", "16", "--chunked-prefill-size", "64")}
-PLAIN = pytest.param("plain", marks=pytest.mark.long)
 
 
-@pytest.fixture(scope="module", params=[*CHOSEN_WORKERS, PLAIN])
+@pytest.fixture(scope="module", params=[*CHOSEN_WORKERS, *in_long("plain")])
 def started(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
     """Plain decoding too, whose sessions the release ends in the same places."""
     name = request.param
