@@ -23,7 +23,7 @@ def why_not_opened(scheduler: Scheduler, received: OpenSessionReqInput) -> str |
 
     Each streaming session keeps a row of `req_to_token`, of which there are some to spare (`rows.py`).
     """
-    if not (received.streaming and scheduler.spec_algorithm.is_dflash()):
+    if not received.streaming:
         return None
     sessions = scheduler.session_controller.sessions.values()
     limit = scheduler.max_running_requests

@@ -34,10 +34,6 @@ def started(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         yield server
 
 
-def speculates(server: Server) -> bool:
-    return server.get("/server_info").json()["speculative_algorithm"] is not None
-
-
 class Conversation:
     """A session on a server and all tokens of it so far."""
 
@@ -46,7 +42,6 @@ class Conversation:
         response = server.post("/open_session", body)
         assert response.status_code == 200, response.text
         self.server, self.id, self.tokens = server, response.json(), []
-        self.speculates = speculates(server)
 
     def body(self, prompt: list[int], **sampling: Any) -> dict:
         return generate_body(prompt, **sampling) | {"session_params": {"id": self.id}}
@@ -63,7 +58,7 @@ class Conversation:
         context = [*self.tokens, *prompt]
         answer = self.ask(prompt, **sampling)
         assert_same(answer, plain.reference(context, **sampling), plain, context)
-        if self.speculates and sampling.get("max_new_tokens", 2) > 1:
+        if self.server.worker and sampling.get("max_new_tokens", 2) > 1:
             assert_speculated(answer)
         return answer
 
@@ -271,8 +266,6 @@ def test_closed_while_a_turn_runs(
 
 def test_all_sessions_are_open(server: Server, plain: Server, turns: list[list[int]]) -> None:
     """Each keeps a row of the table of requests, and as many requests as ever run find others."""
-    if not speculates(server):
-        pytest.skip("the release opens any number, and ends when a request finds no row")
     opened = [Conversation(server) for _ in range(SESSIONS)]
     response = server.post("/open_session", {"capacity_of_str_len": 10000, "streaming": True})
     assert response.status_code == 400, response.text
