@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 def slot_limit(req: Req) -> int:
     """Length beyond which no token of the request ever needs a slot.
 
-    The last token that a request may produce is never run, so it has none. Rows of a block beyond
-    this length are cut: they use slot 0, which SGLang keeps for padding.
+    The last token that a request may produce needs none, but has one: if it is run, as a draft or in a
+    round in vain, the next request with this prefix finds it. Rows of a block beyond this length are cut:
+    they use slot 0, which SGLang keeps for padding.
     """
-    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens
 
 
 def _reserved_end(req: Req, lookahead: int, page_size: int) -> int:

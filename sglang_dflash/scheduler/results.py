@@ -90,10 +90,22 @@ def commit_tokens(req: Req, tokens: list[int]) -> int:
         if req.finished():
             break
     req.kv_committed_len += taken
+    req.last_was_draft = taken < len(tokens)
     req.spec_verify_ct += 1
     req.spec_accepted_tokens += taken - 1
     req.update_spec_acceptance_histogram(taken - 1)
     return taken
+
+
+def count_last_token(req: Req) -> None:
+    """Counts the K/V of a finished request's last token as committed, if it is there.
+
+    It is if the token is a draft that was accepted, or if a round that was launched after it, in vain, runs
+    it as its bonus token. Plain decoding with overlap always launches such a step; without, never.
+    """
+    run = getattr(req, "last_was_draft", False) or getattr(req, "rounds_in_flight", 0) > 0
+    if req.finished() and run and req.kv_committed_len < req.kv_allocated_len:
+        req.kv_committed_len += 1
 
 
 def commit_output(

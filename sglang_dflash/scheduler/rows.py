@@ -19,5 +19,5 @@ if TYPE_CHECKING:
 
 
 def rows_of_requests(args: ServerArgs, max_requests: int) -> int:
-    """Rows for `max_requests` that run at once."""
-    return max_requests if args.disable_overlap_schedule else 2 * max_requests
+    """Rows for `max_requests` that run at once, and for as many streaming sessions, which keep one each."""
+    return max_requests * (1 + (not args.disable_overlap_schedule) + args.enable_streaming_session)

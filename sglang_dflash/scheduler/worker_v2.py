@@ -69,6 +69,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
             result.next_draft_input = next_input
             return result
 
+        for req in batch.reqs:
+            req.rounds_in_flight = getattr(req, "rounds_in_flight", 0) + 1
         # The round before this one may still be running: it commits at most a block more.
         result = self.run_round(batch, ahead=self.width)
         return GenerationBatchResult(
@@ -80,6 +82,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
         """Commits a round to its requests, now that its result is on the host; the tokens of each."""
+        for req in batch.reqs:
+            req.rounds_in_flight -= 1
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
         taken = self.commit(batch.reqs, tokens, lengths, result.logits_output)

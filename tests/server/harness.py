@@ -154,10 +154,17 @@ class Answers:
 
 
 class Server:
-    """A running server. Answers are the JSON of SGLang's native API."""
+    """A running server, of the given worker or of none. Answers are the JSON of SGLang's native API."""
 
-    def __init__(self, process: Process, port: int, log: Path, answers: Path | None = None):
-        self.process, self.log = process, log
+    def __init__(
+        self,
+        process: Process,
+        port: int,
+        log: Path,
+        answers: Path | None = None,
+        worker: str | None = None,
+    ):
+        self.process, self.log, self.worker = process, log, worker
         self.url = f"http://127.0.0.1:{port}"
         self.answers = Answers(answers)
 
@@ -273,7 +280,7 @@ def running(
     await_ends(all_of_them=False)
     process = starter(by_itself)(module, given, env, ROOT, output or log)
     try:
-        server = Server(process, port, log, answers)
+        server = Server(process, port, log, answers, worker)
         wait_until_healthy(server)
         yield server
     finally:

@@ -55,6 +55,26 @@ def test_prompt_in_the_cache(either: Server, plain: Server, prompts: list[str]) 
     assert accept_length([warm]) == pytest.approx(accept_length([cold]), rel=0.15)
 
 
+@pytest.mark.parametrize("ends", ["stop", "length"])
+def test_next_turn(either: Server, plain: Server, tokenizer, prompts: list[str], ends: str) -> None:
+    """It finds an answer's K/V to the last token, where that was run: a draft, or by a round in vain."""
+    page, found = either.get("/server_info").json()["page_size"], []
+    for prompt in prompts[60:66]:
+        first, question = tokenizer.encode(prompt), tokenizer.encode(prompts[70])
+        # A whole page at the end, which one token less is not.
+        limits = {"max_new_tokens": 24 + -(len(first) + 24) % 16, "ignore_eos": True}
+        either.post("/flush_cache")
+        answer = either.generate(first, **(limits if ends == "length" else {}))
+        assert answer["meta_info"]["finish_reason"]["type"] == ends
+        turn = [*first, *answer["output_ids"]]
+        cached = check(either, plain, turn + question, max_new_tokens=40)["meta_info"][
+            "cached_tokens"
+        ]
+        assert cached in (len(turn) // page * page, (len(turn) - 1) // page * page)
+        found.append(cached == len(turn) // page * page)
+    assert all(found) if either.worker == "v2" else any(found)
+
+
 def test_shared_prompt(
     either: Server, plain: Server, tokenizer, prompts: list[str], problems: list[dict]
 ) -> None:

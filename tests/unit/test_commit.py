@@ -6,7 +6,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.scheduler.results import Committed, commit_round, commit_tokens
+from sglang_dflash.scheduler.results import (
+    Committed,
+    commit_round,
+    commit_tokens,
+    count_last_token,
+)
 
 EOS = 2
 
@@ -66,6 +71,26 @@ def test_limit_wins_over_a_later_stop_token() -> None:
     req = request(max_new_tokens=2)
     assert commit_tokens(req, [11, EOS]) == 1
     assert req.finished_reason.to_json()["type"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "in_flight", "counted"),
+    [
+        ([11, EOS, 13], 8, 0, True),  # a draft: the target ran it
+        ([11, EOS], 8, 0, False),  # a bonus token: nobody did
+        ([11, EOS], 8, 1, True),  # the round in vain runs it
+        ([11, EOS, 13], 5, 0, False),  # it has no slot
+        ([11, 12, 13], 8, 1, False),  # retracted, not finished
+    ],
+)
+def test_last_token(tokens: list[int], slots: int, in_flight: int, counted: bool) -> None:
+    """Its K/V is counted where it is there, for whoever has the same prefix next."""
+    req = request(max_new_tokens=50)
+    req.kv_allocated_len, req.rounds_in_flight = slots, in_flight
+    before = 3 + commit_tokens(req, tokens)
+    assert req.kv_committed_len == before
+    count_last_token(req)
+    assert req.kv_committed_len == before + counted
 
 
 def test_ignored_stop_token() -> None:

@@ -113,8 +113,8 @@ def test_rows_beyond_the_limit_use_slot_0(page_size: int) -> None:
     reserve(batch, WIDTH)
     check(batch)
     if page_size == 1:
-        assert req.kv_allocated_len == 15  # the fourth token is never run
-        assert block(batch, req)[3:] == [0] * 5
+        assert req.kv_allocated_len == 16
+        assert block(batch, req)[4:] == [0] * 4
     else:
         assert req.kv_allocated_len == 16  # to the end of the page
         assert block(batch, req)[4:] == [0] * 4
@@ -200,14 +200,17 @@ def test_rounds_that_need_history_wait_before_anything_is_reserved() -> None:
 
 
 @settings(deadline=None)
-@given(data=st.data(), limit=st.integers(1, 6))
-def test_a_row_rests_before_it_has_a_new_owner(data: st.DataObject, limit: int) -> None:
+@given(data=st.data(), limit=st.integers(1, 6), sessions=st.booleans())
+def test_a_row_rests_before_it_has_a_new_owner(
+    data: st.DataObject, limit: int, sessions: bool
+) -> None:
     """What one result frees, the prefill after it never takes; SGLang's own pool, any traffic.
 
     With as many rows as requests, the prefill after a full batch has no other.
     """
-    rows = rows_of_requests(SimpleNamespace(disable_overlap_schedule=False), limit)
-    pool = ReqToTokenPool(rows, 8, "cpu", enable_memory_saver=False)
+    args = SimpleNamespace(disable_overlap_schedule=False, enable_streaming_session=sessions)
+    pool = ReqToTokenPool(rows_of_requests(args, limit), 8, "cpu", enable_memory_saver=False)
+    pool.alloc([SimpleNamespace(req_pool_idx=None) for _ in range(limit * sessions)])
     running, freed = [], set()
     for _ in range(20):
         wanted = data.draw(st.integers(0, limit - len(running)))
@@ -249,9 +252,9 @@ def test_rounds_until_everyone_is_done(page_size: int, shapes: list, data: st.Da
         assert before - allocator.available_size() == expected
         check(batch)
         for req in list(batch.reqs):
-            left = slot_limit(req) + 1 - req.kv_committed_len
+            left = slot_limit(req) - req.kv_committed_len
             req.kv_committed_len += min(data.draw(st.integers(1, WIDTH)), left)
-            if req.kv_committed_len >= slot_limit(req):
+            if req.kv_committed_len == slot_limit(req):
                 allocator.free(torch.tensor(owned(batch, req)))
                 batch.reqs.remove(req)
     assert allocator.available_size() == SIZE
