@@ -6,46 +6,50 @@ indexes with: a word where a number belongs ends its process, with everybody's r
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Any
+from functools import cache
+from inspect import signature
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.declared import check_body, check_values, short
 
-_Words = str | list[str] | None
+# Each is a request of its own, which the API server makes before it asks whether there is room.
+MOST_COPIES = 4096
+
+# What must be narrower, or may be wider, than the release declares it.
+_OTHERWISE: dict[str, Any] = {
+    "max_new_tokens": int | None,
+    "repetition_penalty": Annotated[float, Field(ge=1e-30)],  # by which logits are divided
+    "top_k": Annotated[int, Field(lt=1 << 31)],
+    "n": Annotated[int, Field(ge=1, le=MOST_COPIES)],
+    "structural_tag": Annotated[str, Field(min_length=1)] | None,
+    "stream_interval": Annotated[int, Field(ge=1)] | None,
+    "logit_bias": dict[str | int, float] | None,
+    "sampling_seed": Annotated[int, Field(ge=0, lt=1 << 63)] | None,
+}
 
 
-class SamplingFields(BaseModel):
-    """Sampling parameters by name, with their types; SGLang checks most ranges."""
+@cache
+def sampling_fields() -> type[BaseModel]:
+    """Sampling parameters by name, with the types that the release declares; it checks most ranges."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    max_new_tokens: int | None = None
-    stop: _Words = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: _Words = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    min_new_tokens: int = 0
-    n: Annotated[int, Field(ge=1)] = 1
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    custom_params: dict[str, Any] | None = None
-    stream_interval: Annotated[int, Field(ge=1)] | None = None
-    logit_bias: dict[str | int, float] | None = None
-    sampling_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    hints = get_type_hints(SamplingParams.__init__)
+    return create_model(
+        "SamplingFields",
+        __config__=ConfigDict(strict=True, extra="forbid"),
+        **{
+            parameter.name: (
+                _OTHERWISE.get(parameter.name, hints[parameter.name]),
+                parameter.default,
+            )
+            for parameter in list(signature(SamplingParams.__init__).parameters.values())[1:]
+        },
+    )
 
 
 def check_types(sampling_params: Any) -> None:
@@ -62,57 +66,37 @@ def check_types(sampling_params: Any) -> None:
             continue
         if not isinstance(given, dict):
             raise DFlashError(
-                f"sampling_params {_short(given)} is not an object: give names and values."
+                f"sampling_params {short(given)} is not an object: give names and values."
             )
-        try:
-            SamplingFields.model_validate(given)
-        except ValidationError as error:
-            raise DFlashError(_sentence(error)) from None
+        check_values(given, sampling_fields())
         _check_patterns(given.get("stop_regex"))
 
 
-def _check_patterns(patterns: _Words) -> None:
+def _check_patterns(patterns: str | list[str] | None) -> None:
     for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise DFlashError(
-                f"stop_regex {_short(pattern)} is not a regular expression ({error}): correct it."
+                f"stop_regex {short(pattern)} is not a regular expression ({error}): correct it."
             ) from None
 
 
-# Fields that may hold one value for each prompt of a batch.
-_BY_PROMPT = (
-    "sampling_params",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "custom_logit_processor",
-    "session_params",
-)
-
-
-def check_lengths(request: Any) -> None:
-    """Refuses lists that are not as long as the batch.
+def check_session(session_params: Any) -> None:
+    """Refuses session parameters that SGLang's scheduler would stumble over.
 
     Args:
-        request: SGLang's `GenerateReqInput` as received.
+        session_params: of one request as received.
 
     Raises:
-        DFlashError: names the field, its length and that of the batch.
+        DFlashError: names the parameter and its value.
     """
-    texts, ids = request.text, request.input_ids
-    prompts = 1
-    if isinstance(texts, list):
-        prompts = len(texts)
-    elif texts is None and ids and isinstance(ids[0], list):
-        prompts = len(ids)
-    for name in _BY_PROMPT:
-        value = getattr(request, name)
-        if isinstance(value, list) and len(value) != prompts:
-            raise DFlashError(
-                f"{name} has {len(value)} entries for {prompts} prompts: give one for each, or one for all."
-            )
+    from sglang.srt.managers.io_struct import SessionParams
+
+    if session_params is not None:
+        check_body(
+            json.dumps(session_params).encode(), SessionParams, "session_params", closed=True
+        )
 
 
 def check_processor(serialized: str | None) -> None:
@@ -129,7 +113,7 @@ def check_processor(serialized: str | None) -> None:
         CustomLogitProcessor.from_str(serialized)
     except Exception as error:  # whatever a client's bytes make the loader raise
         raise DFlashError(
-            f"custom_logit_processor {_short(serialized)} cannot be loaded ({error}): send what "
+            f"custom_logit_processor {short(serialized)} cannot be loaded ({error}): send what "
             "CustomLogitProcessor.to_str() gives."
         ) from None
 
@@ -175,18 +159,3 @@ def check_indices(request: Any, sampling: Any, vocab_size: int) -> None:
         raise DFlashError(
             f"logprob_start_len {request.logprob_start_len} is below -1, which means the output alone: give a position."
         )
-
-
-def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    name = first["loc"][0]
-    what = {"extra_forbidden": "is not a sampling parameter: leave it out"}.get(
-        first["type"], f"cannot be read ({first['msg']}): correct it"
-    )
-    value = first["input"]
-    return f"{name} {_short(value)} {what}."
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.by_prompt import fit_to_prompts
+from sglang_dflash.serving.declared import short
 from sglang_dflash.serving.metrics import refusing
 from sglang_dflash.serving.parameters import (
     check_embeddings,
     check_indices,
-    check_lengths,
     check_processor,
+    check_session,
     check_types,
 )
 
@@ -39,14 +42,36 @@ def check_received(received: Any) -> None:
     """Refuses what cannot be read, before SGLang reads it.
 
     Raises:
-        DFlashError: see `check_types` and `check_lengths`.
+        DFlashError: see `check_types`, `fit_to_prompts` and `check_session`.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    if isinstance(received, GenerateReqInput):
-        with refusing("unreadable"):
+    with refusing("unreadable"):
+        if isinstance(received, GenerateReqInput):
             check_types(received.sampling_params)
-            check_lengths(received)
+            fit_to_prompts(received)
+            check_session(received.session_params)
+        split = copy(received)
+        with splitting():
+            split.normalize_batch_and_arguments()
+        if split.is_single and isinstance(split.rid, list):
+            raise DFlashError(f"rid {short(split.rid)} is a list: give one for one prompt.")
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    """Makes a refusal of what SGLang stumbles over while it gives each prompt its part of a request.
+
+    Raises:
+        DFlashError: with what it stumbled over.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise DFlashError(
+            f"The request cannot be split into its prompts ({error}): give each field one value, or one for each "
+            "prompt."
+        ) from error
 
 
 def check_requests(manager: TokenizerManager, received: Any) -> None:
@@ -63,9 +88,12 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
 
     if not isinstance(received, GenerateReqInput):
         return
-    requests = (
-        [received] if received.is_single else [received[i] for i in range(received.batch_size)]
-    )
+    with refusing("unreadable"), splitting():
+        requests = (
+            [received] if received.is_single else [received[i] for i in range(received.batch_size)]
+        )
+    with refusing("unsupported"):
+        check_labels(received.custom_labels, manager.server_args)
     for request in requests:
         given = (manager.preferred_sampling_params or {}) | request.sampling_params
         with refusing("sampling_params"):
@@ -79,6 +107,21 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
             check_indices(request, sampling, manager.model_config.vocab_size)
         with refusing("unsupported"):
             check_request(request, sampling, manager.server_args.enable_deterministic_inference)
+
+
+def check_labels(labels: dict[str, str] | None, server_args: Any) -> None:
+    """Refuses labels of metrics that the metrics do not have, at which SGLang would end.
+
+    Raises:
+        DFlashError: names the label.
+    """
+    known = server_args.tokenizer_metrics_allowed_custom_labels or ()
+    for label in labels or ():
+        if server_args.enable_metrics and label not in known:
+            raise DFlashError(
+                f"custom_labels has {label!r}, which the metrics do not have: leave it out, or start the server "
+                "with it in --tokenizer-metrics-allowed-custom-labels."
+            )
 
 
 def check_request(request: Any, sampling: Any, deterministic: bool) -> None:
@@ -100,12 +143,7 @@ def check_request(request: Any, sampling: Any, deterministic: bool) -> None:
     for name, neutrals in _NEUTRAL_FIELDS.items():
         value = getattr(request, name, None)
         if value not in neutrals:
-            raise DFlashError(f"{name} {_short(value)} is not supported with DFLASH: {_WITHOUT}.")
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = str(value)
-    return text if len(text) <= limit else text[:limit] + "…"
+            raise DFlashError(f"{name} {short(value)} is not supported with DFLASH: {_WITHOUT}.")
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.serving.parameters import (
-    SamplingFields,
     check_embeddings,
     check_indices,
-    check_lengths,
     check_processor,
+    check_session,
     check_types,
+    sampling_fields,
 )
 
 VOCAB = 100
@@ -32,7 +32,8 @@ def refusal(check, *arguments: Any) -> str:
 
 def test_every_parameter_of_the_release_is_known() -> None:
     names = set(SamplingParams.__init__.__annotations__) - {"return"}
-    assert set(SamplingFields.model_fields) == names
+    assert set(sampling_fields().model_fields) == names
+    assert sampling_fields().model_validate({}).max_new_tokens == SamplingParams().max_new_tokens
 
 
 @pytest.mark.parametrize(
@@ -60,15 +61,22 @@ def test_readable(sampling: Any) -> None:
         ("stop", 5),
         ("stop_token_ids", ["x"]),
         ("logit_bias", {"5": "x"}),
+        ("logit_bias", {"5": 1e39}),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
+        ("min_new_tokens", 1 << 63),
         ("n", 0),
+        ("n", 10**9),
+        ("structural_tag", ""),
+        ("top_k", 1 << 31),
+        ("stop_regex", "a{99999999999}"),
         ("sampling_seed", -1),
         ("custom_params", "x"),
         ("foo", 1),
     ],
 )
 def test_unreadable(name: str, value: Any) -> None:
-    assert refusal(check_types, {name: value}).startswith(f"{name} ")
+    assert refusal(check_types, {name: value}).startswith(name)
 
 
 def test_other_refusals() -> None:
@@ -89,16 +97,20 @@ def test_loadable_processor() -> None:
     check_processor(DisallowedTokensLogitsProcessor.to_str())
 
 
-def test_lengths() -> None:
-    check_lengths(GenerateReqInput(text="a", sampling_params={}))
-    check_lengths(GenerateReqInput(text=["a", "b"], sampling_params=[{}, {}]))
-    check_lengths(GenerateReqInput(input_ids=[[1], [2]], return_logprob=[True, False]))
-    assert refusal(check_lengths, GenerateReqInput(text=["a", "b"], sampling_params=[{}])) == (
-        "sampling_params has 1 entries for 2 prompts: give one for each, or one for all."
-    )
-    assert refusal(
-        check_lengths, GenerateReqInput(input_ids=[1, 2], top_logprobs_num=[1, 2])
-    ).startswith("top_logprobs_num has 2 entries for 1 prompts")
+def test_sessions() -> None:
+    check_session(None)
+    check_session({"id": "a", "rid": None, "offset": -1, "replace": False})
+    for given, named in (
+        (
+            {"id": {"a": 1}},
+            "session_params.id {'a': 1} cannot be read (Input should be a valid str",
+        ),
+        ({"rid": ["a"]}, "session_params.rid ['a'] cannot"),
+        ({"offset": "1"}, "session_params.offset '1' cannot"),
+        ({"replace": 1}, "session_params.replace 1 cannot"),
+        ({"unknown": 1}, "session_params.unknown 1 is not known: leave it out."),
+    ):
+        assert refusal(check_session, given).startswith(named)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_admitted(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"lora_path": "a"}, "lora_path a"),
+        ({"lora_path": "a"}, "lora_path 'a'"),
         ({"image_data": ["i.png"]}, "image_data ['i.png']"),
         ({"video_data": ["v" * 90]}, "video_data ['" + "v" * 58 + "…"),
         ({"return_routed_experts": True}, "return_routed_experts True"),

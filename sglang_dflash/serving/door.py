@@ -1,0 +1,106 @@
+"""What every request meets before an endpoint of the release reads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from email.message import Message
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response, params
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute, request_response
+from pydantic import ValidationError
+
+from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.declared import check_body, sentence
+from sglang_dflash.serving.loose import check_loose_parts
+from sglang_dflash.serving.metrics import refusing
+from sglang_dflash.serving.streams import begun
+
+logger = logging.getLogger(__name__)
+
+# How the path of a route ends, the server argument without which it ends the scheduler, and its flag.
+_NEEDED = {
+    "_expert_distribution_record": (
+        "expert_distribution_recorder_mode",
+        "--expert-distribution-recorder-mode",
+    ),
+    "_memory_occupation": ("enable_memory_saver", "--enable-memory-saver"),
+}
+
+
+def guard(app: FastAPI, server_args: Any) -> None:
+    """Answers malformed requests to all routes of the app with status 400 and a sentence.
+
+    So is answered what an endpoint raises as a ValueError, which is how the release refuses; some of
+    its endpoints answer 500 to it, or break a stream off. The app's own exception handlers give the
+    answer its form.
+    """
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            route.app = request_response(_checked(route, server_args))
+
+
+def _checked(route: APIRoute, server_args: Any) -> Callable[[Request], Awaitable[Response]]:
+    handler, declared = route.get_route_handler(), _declared(route)
+
+    async def checked(request: Request) -> Response:
+        try:
+            with refusing("unreadable"):
+                if declared is not None and (text := await request.body()):
+                    _check_type(request.headers.get("content-type", ""))
+                    check_loose_parts(check_body(text, declared), declared)
+                _check_operation(route.path, server_args)
+            response = await handler(request)
+            if isinstance(response, StreamingResponse):
+                response.body_iterator = await begun(response.body_iterator)
+            return response
+        except RequestValidationError as error:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, _told(error)) from None
+        except ValueError as error:
+            if not isinstance(error, DFlashError):
+                logger.exception("%s refuses a request", route.path)
+            told = sentence(error.errors(), {}) if isinstance(error, ValidationError) else error
+            raise HTTPException(HTTPStatus.BAD_REQUEST, str(told)) from None
+
+    return checked
+
+
+def _declared(route: APIRoute) -> Any:
+    """The type of the route's body; None for a form, whose fields FastAPI reads one by one."""
+    from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+
+    field = route.body_field
+    if field is None or isinstance(field.field_info, params.Form):
+        return None
+    # The one endpoint that takes any object, of which it makes this itself.
+    return ResponsesRequest if route.path == "/v1/responses" else field.field_info.annotation
+
+
+def _check_operation(path: str, server_args: Any) -> None:
+    """Refuses what the server was not started for."""
+    for ending, (name, flag) in _NEEDED.items():
+        if path.endswith(ending) and not getattr(server_args, name):
+            raise DFlashError(f"{path} needs {flag}: start the server with it.")
+
+
+def _check_type(content_type: str) -> None:
+    message = Message()
+    message["content-type"] = content_type
+    subtype = message.get_content_subtype()
+    if message.get_content_maintype() != "application" or not (
+        subtype == "json" or subtype.endswith("+json")
+    ):
+        raise DFlashError(f"Content-Type {content_type!r} cannot be read: send application/json.")
+
+
+def _told(error: RequestValidationError) -> str:
+    """A sentence for what only FastAPI reads: parameters of the path and the query, and forms."""
+    first = error.errors()[0]
+    given = first["input"]
+    for step in reversed(first["loc"]):
+        given = {step: given}
+    return sentence([first], {} if first["type"] == "missing" else given)

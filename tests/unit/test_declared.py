@@ -1,0 +1,144 @@
+"""Bodies read as declared, and the door of an app; on small declarations, and on the release's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, model_validator
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.declared import check_body
+from sglang_dflash.serving.door import guard
+
+
+class Inner(BaseModel):
+    kind: Literal["a", "b"]
+    size: float = 1.0
+    count: int = 0
+
+
+@dataclass
+class Body:
+    name: str | list[str]
+    count: int = 0
+    flag: bool = False
+    inner: list[Inner] | None = None
+    anything: dict | None = None
+
+
+class Careless(BaseModel):
+    inner: Inner | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def look(cls, values: Any) -> Any:
+        values.get("inner")
+        return values
+
+
+def refusal(body: Any, declared: Any = Body, **keywords: Any) -> str:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(DFlashError) as caught:
+        check_body(text, declared, **keywords)
+    told = str(caught.value)
+    assert told.endswith(".") and "\n" not in told
+    return told
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"name": ["a"], "count": -(1 << 63), "flag": True, "inner": None},
+        {"inner": [{"kind": "a", "size": 1}], "anything": {"deep": [{}]}, "unknown": 1},
+    ],
+)
+def test_as_declared(fields: dict[str, Any]) -> None:
+    check_body(json.dumps({"name": "x"} | fields).encode(), Body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"name": 5},
+            "name 5 cannot be read (Input should be a valid string; or Input should be a valid array): correct it.",
+        ),
+        ({"name": ["a", 5]}, "name[1] 5 cannot"),
+        ({"count": "5"}, "count '5' cannot be read (Input should be a valid integer): correct it."),
+        ({"count": True}, "count True cannot"),
+        ({"count": 1 << 63}, "count 9223372036854775808 cannot"),
+        ({"count": None}, "count None cannot"),
+        ({"flag": 1}, "flag 1 cannot"),
+        ({"inner": {}}, "inner {} cannot"),
+        ({"inner": [{"size": 1}]}, "inner[0].kind is missing: give it."),
+        (
+            {"inner": [{"kind": "c"}]},
+            "inner[0].kind 'c' cannot be read (Input should be 'a' or 'b')",
+        ),
+        ({"inner": [{"kind": "a", "size": "1"}]}, "inner[0].size '1' cannot"),
+        ({"inner": [{"kind": "a", "count": 1 << 63}]}, "inner[0].count 9223372036854775808 cannot"),
+        ({"anything": {"deep": float("nan")}}, "The body is not JSON ("),
+        ({"anything": "\ud800"}, "The body is not JSON ("),
+    ],
+)
+def test_not_as_declared(fields: dict[str, Any], sentence: str) -> None:
+    assert refusal({"name": "x"} | fields).startswith(sentence)
+
+
+def test_whole_bodies() -> None:
+    assert refusal({}).startswith("name is missing")
+    assert refusal([]).startswith("The body [] cannot be read (")
+    assert refusal(b"{").startswith("The body is not JSON (")
+    assert refusal({"name": "x", "more": 1}, closed=True) == "more 1 is not known: leave it out."
+    assert refusal({}, within="part").startswith("part.name is missing")
+
+
+def test_a_validator_that_stumbles() -> None:
+    """The release's own expect an object, also where the body is none."""
+    assert refusal([], Careless).startswith("The body cannot be read (")
+
+
+def test_of_many_wrong_items_the_first_is_named() -> None:
+    assert refusal({"name": [5] * 100_000}).startswith("name[0] 5 cannot")
+
+
+@pytest.fixture
+def client() -> TestClient:
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+    app = FastAPI()
+
+    @app.post("/body")
+    async def take(body: Body) -> int:
+        return body.count
+
+    @app.post("/perhaps")
+    async def perhaps(body: Body | None = None) -> bool:
+        return body is None
+
+    @app.get("/nothing")
+    async def nothing(count: int = 1) -> int:
+        return count
+
+    guard(app, ServerArgs(model_path="dummy"))
+    return TestClient(app)
+
+
+def test_door(client: TestClient) -> None:
+    assert client.post("/body", json={"name": "x", "count": 3}).json() == 3
+    assert client.post("/perhaps").json() is True
+    assert client.get("/nothing").json() == 1
+    wrong = client.post("/body", json={"name": "x", "count": "3"})
+    assert wrong.status_code == 400
+    assert wrong.json()["detail"].startswith("count '3' cannot be read (")
+    text = client.post("/body", content=b"{}", headers={"Content-Type": "text/plain"})
+    assert text.status_code == 400
+    assert text.json()["detail"] == (
+        "Content-Type 'text/plain' cannot be read: send application/json."
+    )
