@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
@@ -11,16 +12,40 @@ from sglang_dflash.gpu.rope_table import is_table
 
 
 def can_fuse(attention: nn.Module) -> bool:
-    """Whether an attention layer is what the kernel computes: QK norm, then RoPE over whole heads."""
+    """Whether an attention layer is what the kernel computes: QK norm or none, then RoPE over whole heads."""
     rope = getattr(attention, "rotary_emb", None)
-    if getattr(attention, "q_norm", None) is None or not is_table(rope):
+    if not is_table(rope):
         return False
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     sight = getattr(attention, "sight", None)  # of a draft layer
+    head_dim = attention.attn.head_dim
     return (
-        rope.rotary_dim == rope.head_size
-        and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
-        and attention.attn.head_dim == attention.attn.v_head_dim
+        _normed_alike(q_norm, k_norm, head_dim)
+        and rope.rotary_dim == rope.head_size == head_dim == attention.attn.v_head_dim
+        and head_dim & (head_dim - 1) == 0
         and (sight is None or sight.window is None)
+    )
+
+
+def _normed_alike(q_norm: nn.Module | None, k_norm: nn.Module | None, head_dim: int) -> bool:
+    """Whether both are norms of a head, with one epsilon, or neither is there."""
+    if q_norm is None or k_norm is None:
+        return q_norm is k_norm
+    return (
+        is_plain_norm(q_norm)
+        and is_plain_norm(k_norm)
+        and q_norm.weight.shape == k_norm.weight.shape == (head_dim,)
+        and q_norm.variance_epsilon == k_norm.variance_epsilon
+    )
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Whether it is RMSNorm over whole rows, rounded once."""
+    return (
+        type(norm) is RMSNorm
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
     )
 
 
@@ -41,17 +66,18 @@ def norm_rope_store(
 
     Args:
         positions: [rows] int64.
-        qkv: [rows, (heads + 2 * kv_heads) * head_dim].
+        qkv: [rows, (heads + 2 * kv_heads) * head_dim], or the parts of it, [parts, rows, ...] float32.
 
     Returns:
         [rows, heads * head_dim].
     """
     keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(attention.attn.layer_id)
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return qk_norm_rope_store(
         qkv,
-        attention.q_norm.weight,
-        attention.k_norm.weight,
-        attention.q_norm.variance_epsilon,
+        None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.variance_epsilon,
         attention.rotary_emb.cos_sin_cache,
         positions,
         forward_batch.out_cache_loc,
