@@ -104,7 +104,7 @@ test-quick: setup ## unit tests, and an answer of each worker; JOBS at once, ARG
 
 test-long: setup ## what takes long by nature: before a problem is called solved; JOBS at once, ARGS of pytest
 	@$(PYTEST) -m long $(wildcard tests/unit tests/patches tests/server) $(ARGS)
-	@DFLASH_TEST_PROMPTS=100 $(PYTEST) -m "not long" \
+	@DFLASH_TEST_PROMPTS=30 $(PYTEST) -m "not long" \
 	$(foreach name,features formats pool sweep,tests/server/test_$(name).py) $(ARGS)
 
 test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; ARGS of pytest
