@@ -89,7 +89,8 @@ def what_is_wrong(answer: requests.Response, case: Malformed) -> str | None:
         return f"no sentence: {sentence[:300]}"
     # Sampling parameters are named alone, which is what they are called on all routes.
     named = (*case.field.split("."), "The body")
-    if case.field != "(body)" and not sentence.startswith(named):
+    unknown = sentence.endswith(" is not known: leave it out.")  # names what is inside the field
+    if case.field != "(body)" and not unknown and not sentence.startswith(named):
         return f"another field: {sentence[:300]}"
     return None
 
