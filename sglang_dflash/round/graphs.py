@@ -1,5 +1,5 @@
-"""Rounds as CUDA graphs: one of what both models do, and one of what follows if nobody asks for more than the
-likeliest tokens."""
+"""Rounds as CUDA graphs: of what the draft model does, of what the target does, and of what follows if nobody asks for
+more than the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
-from sglang_dflash.round.stages import Blocks, accept_blocks, run_models
+from sglang_dflash.round.propose import propose
+from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,14 @@ class Captured:
     """Graphs of a key, and what they write, which the next round overwrites.
 
     Attributes:
-        models, greedy: the two halves of a round, the second without draws.
+        propose, verify, greedy: the parts of a round, the last without draws.
         read: models whose tensors the graphs read.
     """
 
-    models: torch.cuda.CUDAGraph
+    propose: torch.cuda.CUDAGraph
+    round: Round
+    draft_tokens: torch.Tensor
+    verify: torch.cuda.CUDAGraph
     blocks: Blocks
     greedy: torch.cuda.CUDAGraph
     accepted: Accepted
@@ -149,16 +153,22 @@ class RoundGraphs:
         Args:
             sampling: how to draw, kernel by kernel; None for the likeliest tokens.
         """
-        batch_size = len(rows)
-        self.rows[:batch_size].copy_(rows)
-        if key.bucket > batch_size:
-            self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
-        graphs = self._graphs[key]
-        graphs.models.replay()
+        self.propose(key, rows)
+        graphs, batch_size = self._graphs[key], len(rows)
+        graphs.verify.replay()
         if sampling is not None:
             return accept_blocks(self.parts, graphs.blocks.first(batch_size), sampling)
         graphs.greedy.replay()
         return graphs.accepted.first(batch_size), None
+
+    def propose(self, key: Key, rows: torch.Tensor) -> tuple[Round, torch.Tensor]:
+        """The first stage of such a round, whose blocks somebody else verifies; and its draft tokens."""
+        batch_size, graphs = len(rows), self._graphs[key]
+        self.rows[:batch_size].copy_(rows)
+        if key.bucket > batch_size:
+            self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
+        graphs.propose.replay()
+        return graphs.round.first(batch_size), graphs.draft_tokens[:batch_size]
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
@@ -181,10 +191,10 @@ class RoundGraphs:
 
     def _capture_all(self) -> None:
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
         with freeze_gc(False), model_capture_mode(), graph_capture() as context:
             for key in self._keys():
-                self._graphs[key] = self._capture(key, pool, context.stream)
+                self._graphs[key] = self._capture(key, self.pool, context.stream)
         self.rows.fill_(self.parts.state.padding_row)
         logger.info(
             "DFLASH captured %d graphs of rounds (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
@@ -199,14 +209,16 @@ class RoundGraphs:
         read = self._models(key)
         for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
             torch.cuda.synchronize()
-            accept_blocks(self.parts, self._run_models(key, *read))
+            accept_blocks(self.parts, self._verify(*self._propose(key, read), read))
         torch.cuda.synchronize()
-        models, greedy = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(models, pool=pool, stream=stream):
-            blocks = self._run_models(key, *read)
+        first, second, greedy = (torch.cuda.CUDAGraph() for _ in range(3))
+        with torch.cuda.graph(first, pool=pool, stream=stream):
+            round, draft_tokens = self._propose(key, read)
+        with torch.cuda.graph(second, pool=pool, stream=stream):
+            blocks = self._verify(round, draft_tokens, read)
         with torch.cuda.graph(greedy, pool=pool, stream=stream):
             accepted, _ = accept_blocks(self.parts, blocks)
-        return Captured(models, blocks, greedy, accepted, read)
+        return Captured(first, round, draft_tokens, second, blocks, greedy, accepted, read)
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
         # Deterministic inference wants sums over keys in one order, whatever the batch.
@@ -229,8 +241,10 @@ class RoundGraphs:
         windowed = attention(draft, False, lengths, page_table)
         return CapturedWindowedModel(draft, windowed, window), captured
 
-    def _run_models(self, key: Key, draft: CapturedModel, target: CapturedModel) -> Blocks:
-        parts, rows = self.parts, self.rows[: key.bucket]
+    def _propose(
+        self, key: Key, models: tuple[CapturedModel, CapturedModel]
+    ) -> tuple[Round, torch.Tensor]:
+        parts, rows, (draft, target) = self.parts, self.rows[: key.bucket], models
         start, tokens, positions, slots = open_round(
             rows,
             parts.state.lengths,
@@ -248,8 +262,16 @@ class RoundGraphs:
         bonus_tokens = tokens[:: key.width]
         round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens=tokens)
         draft.prepare()
-        target.prepare()
-        return run_models(parts, round, draft, target)
+        return round, propose(draft, round)
+
+    def _verify(
+        self,
+        round: Round,
+        draft_tokens: torch.Tensor,
+        models: tuple[CapturedModel, CapturedModel],
+    ) -> Blocks:
+        models[1].prepare()
+        return verify_blocks(self.parts, round, draft_tokens, models[1])
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -75,6 +75,20 @@ class Round:
             positions=columns.clamp(max=context_len - 1).flatten(),
             slots=torch.where(padding, 0, slots).flatten(),
             cut=cut,
+        )
+
+    def first(self, requests: int) -> Round:
+        """The blocks of the first requests, where the others only pad the batch."""
+        rows = requests * self.width
+        return replace(
+            self,
+            rows=self.rows[:requests],
+            start=self.start[:requests],
+            start_bounds=self.start_bounds[:requests],
+            bonus_tokens=self.bonus_tokens[:requests],
+            positions=self.positions[:rows],
+            slots=self.slots[:rows],
+            tokens=None if self.tokens is None else self.tokens[:rows],
         )
 
     def forward_batch(

@@ -27,11 +27,13 @@ def prefill(
     """
     result = target_worker.forward_batch_generation(batch)
     output = result.logits_output
-    write_context(parts.draft.runner, output.taps, extend_positions(batch), batch.out_cache_loc)
-    output.taps = None  # the result lives until the host has seen it; they need not
+    if output.taps is not None:  # a graph has written the context itself
+        write_context(parts.draft.runner, output.taps, extend_positions(batch), batch.out_cache_loc)
+        output.taps = None  # the result lives until the host has seen it; they need not
     result.next_token_ids = agreed(result.next_token_ids)
     result.next_token_ids.masked_fill_(output.not_finite, NOT_FINITE)
     parts.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
+    result.launched = batch  # whose tensors are read until the result is there
     return result
 
 

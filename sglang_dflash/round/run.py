@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,15 @@ from sglang_dflash.gpu.fa3_attention import can_capture
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.side_by_side import Blocks as SideBlocks
 from sglang_dflash.round.stages import accept_blocks, run_models
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.round.graphs import RoundGraphs
+    from sglang_dflash.round.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +48,13 @@ class RoundResult:
 class RoundRunner:
     """Runs rounds over the requests of one set of parts."""
 
-    def __init__(self, parts: Parts, graphs: RoundGraphs | None = None):
-        self.parts, self.graphs = parts, graphs
+    def __init__(
+        self,
+        parts: Parts,
+        graphs: RoundGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
+    ):
+        self.parts, self.graphs, self.prompt_graphs = parts, graphs, prompt_graphs
 
     def run(
         self,
@@ -72,23 +81,58 @@ class RoundRunner:
         fell_back = None if graphs is None else NO_GRAPH
         return RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
 
+    def holds_prompts(
+        self, start_bounds: torch.Tensor, width: int, prompt_rows: int, prompts: int
+    ) -> bool:
+        """Whether a round's blocks and prompts beside them are one pass of the target."""
+        requests, both = len(start_bounds), self.prompt_graphs
+        return (
+            both is not None
+            and self.graphs.key(start_bounds, width) is not None
+            and both.holds(requests * width + prompt_rows, requests + prompts)
+        )
 
-def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundGraphs | None:
-    """Graphs of whole rounds, where the device and the models allow it.
+    def run_with_prompts(
+        self,
+        rows: torch.Tensor,
+        start_bounds: torch.Tensor,
+        width: int,
+        sampling: Sampling | None,
+        prefill: Callable[[], GenerationBatchResult],
+    ) -> tuple[RoundResult, GenerationBatchResult]:
+        """A round, and prompts that the target runs in the same pass; see `run`.
+
+        Args:
+            prefill: runs the prompts.
+        """
+        round, draft_tokens = self.graphs.propose(self.graphs.key(start_bounds, width), rows)
+        round = replace(round, start_bounds=start_bounds)
+        self.prompt_graphs.board(SideBlocks(round, draft_tokens))
+        result = prefill()
+        blocks = self.prompt_graphs.leave()
+        return RoundResult(*accept_blocks(self.parts, blocks, sampling)), result
+
+
+def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
+    """A runner with graphs of whole rounds and of prompts, where the device and the models allow it.
 
     Args:
         widths: that rounds may have.
     """
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
-        return None
+        return RoundRunner(parts)
     from sglang_dflash.round.graphs import RoundGraphs, sizes_to_capture
+    from sglang_dflash.round.prompt_graphs import PromptGraphs
 
     if not all(can_capture(model.runner) for model in (parts.draft, parts.target)):
         logger.warning(
             "DFLASH runs without CUDA graphs, which need a Hopper GPU or --attention-backend fa3, a target without "
             "MLA, and a KV cache in its dtype."
         )
-        return None
-    return RoundGraphs(
-        parts, sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests), widths
-    )
+        return RoundRunner(parts)
+    sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
+    rounds = RoundGraphs(parts, sizes, widths)
+    prompts = PromptGraphs(parts, rounds)
+    # Where the release's own graphs of prompts would be.
+    parts.target.runner.piecewise_cuda_graph_runner = prompts
+    return RoundRunner(parts, rounds, prompts)

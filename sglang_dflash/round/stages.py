@@ -57,9 +57,15 @@ def run_models(parts: Parts, round: Round, draft: BlockModel, target: BlockModel
     Args:
         draft, target: the models of `parts` as this round runs them.
     """
-    draft_tokens = propose(draft, round)
+    return verify_blocks(parts, round, propose(draft, round), target)
+
+
+def verify_blocks(
+    parts: Parts, round: Round, draft_tokens: torch.Tensor, target: BlockModel
+) -> Blocks:
+    """What follows the drafts ([bs, width - 1] int64) in `run_models`."""
     rows = verify(target, round, draft_tokens)
-    commit_context(draft.runner, round, rows.taps)
+    commit_context(parts.draft.runner, round, rows.taps)
     return Blocks(round.rows, round.positions, draft_tokens, replace(rows, taps=None))
 
 

@@ -89,10 +89,23 @@ class TargetHead(nn.Module):
         taps = self._taps(input_ids, batch, aux_hidden_states or ())
         if isinstance(batch.spec_info, DFlashVerifyInput):
             return TargetRows(hidden_states, taps, self, lm_head, batch)
-        # Without the taps, so that hidden states that a request asks for are the last layer's.
-        output = self.processor(input_ids, hidden_states, lm_head, batch, None, *rest, **more)
+        output = self.after_prompts(batch, hidden_states, lm_head, *rest, **more)
+        output.taps = taps
+        return output
+
+    def after_prompts(
+        self,
+        batch: ForwardBatch,
+        hidden_states: torch.Tensor,
+        lm_head: nn.Module,
+        *rest: Any,
+        **more: Any,
+    ) -> TappedOutput:
+        """What a prefill gives of its rows' last hidden states [rows, hidden], without their taps."""
+        # Nor are these given on, so that hidden states that a request asks for are the last layer's.
+        output = self.processor(batch.input_ids, hidden_states, lm_head, batch, None, *rest, **more)
         values = {field.name: getattr(output, field.name) for field in fields(output)}
-        return TappedOutput(**values, taps=taps, not_finite=take_out(output.next_token_logits))
+        return TappedOutput(**values, not_finite=take_out(output.next_token_logits))
 
     def _taps(
         self, input_ids: torch.Tensor, batch: ForwardBatch, layers: Sequence[torch.Tensor]

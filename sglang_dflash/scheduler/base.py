@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +18,10 @@ from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
-from sglang_dflash.round.run import RoundResult, RoundRunner, capture
+from sglang_dflash.round.run import RoundResult, capture
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
+from sglang_dflash.scheduler.riding import Riding
 from sglang_dflash.scheduler.watch import watch_of
 from sglang_dflash.scheduler.width import width_policy, widths
 from sglang_dflash.serving.acceptance_watch import AcceptanceWatch
@@ -65,8 +67,8 @@ class DFlashWorkerBase:
         self.next_width = width_policy(server_args)
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
-        graphs = capture(self.parts, server_args, widths(server_args))
-        self.rounds = RoundRunner(self.parts, graphs)
+        self.rounds = capture(self.parts, server_args, widths(server_args))
+        self.riding = Riding(server_args.speculative_dflash_prompt_slowdown, self.rounds)
         bound_requests(target_worker)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
@@ -95,8 +97,9 @@ class DFlashWorkerBase:
         return self.model_runner.model_config
 
     def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
-        """Runs prompts, or a chunk of one."""
-        return prefill(self.parts, self.target_worker, batch)
+        """Runs prompts, or a chunk of one; or gives what a round made of them that took them along."""
+        result = self.riding.take()
+        return prefill(self.parts, self.target_worker, batch) if result is None else result
 
     def run_round(self, batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> RoundResult:
         """Launches a round over a decode batch whose slots are reserved.
@@ -105,14 +108,16 @@ class DFlashWorkerBase:
             ahead: tokens that a request may have beyond those that the host knows to be committed.
         """
         starts, width = [req.kv_committed_len + ahead for req in batch.reqs], self.next_width()
-        ends = zip(batch.reqs, starts, strict=True)
-        result = self.rounds.run(
-            batch.req_pool_indices,
-            torch.tensor(starts),
-            width,
-            Sampling.of(batch, self.model_runner.server_args.enable_nan_detection),
-            cut=any(start + width > slot_limit(req) for req, start in ends),
-        )
+        rows, bounds = batch.req_pool_indices, torch.tensor(starts)
+        sampling = Sampling.of(batch, self.model_runner.server_args.enable_nan_detection)
+        if (prompts := self.riding.prompts_for(bounds, width)) is not None:
+            run = partial(prefill, self.parts, self.target_worker, prompts)
+            result, done = self.rounds.run_with_prompts(rows, bounds, width, sampling, run)
+            self.riding.done(done)
+        else:
+            ends = zip(batch.reqs, starts, strict=True)
+            cut = any(start + width > slot_limit(req) for req, start in ends)
+            result = self.rounds.run(rows, bounds, width, sampling, cut)
         if result.fell_back:
             self.metrics.fell_back(result.fell_back)
         if self.watch:

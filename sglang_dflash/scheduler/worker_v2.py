@@ -73,12 +73,14 @@ class DFlashWorkerV2(DFlashWorkerBase):
             req.rounds_in_flight = getattr(req, "rounds_in_flight", 0) + 1
         # The round before this one may still be running: it commits at most a block more.
         result = self.run_round(batch, ahead=self.width)
-        return GenerationBatchResult(
+        launched = GenerationBatchResult(
             logits_output=result.output or LogitsProcessorOutput(next_token_logits=None),
             next_token_ids=result.accepted.tokens.flatten(),
             accept_lens=result.accepted.lengths,
             next_draft_input=next_input,
         )
+        launched.launched = batch  # whose tensors are read until the result is there
+        return launched
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
         """Commits a round to its requests, now that its result is on the host; the tokens of each."""

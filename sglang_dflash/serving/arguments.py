@@ -24,7 +24,11 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("lora_paths", (None, [], {}), "a drafter is trained for the base model"),
     ("disaggregation_mode", ("null",), "draft KV is not transferred"),
     ("enable_hierarchical_cache", (False,), "draft KV is not offloaded"),
-    ("enable_mixed_chunk", (False,), "prefill and decode batches are not mixed"),
+    (
+        "enable_mixed_chunk",
+        (False,),
+        "prompts run in rounds without it, as far as --speculative-dflash-prompt-slowdown allows",
+    ),
     ("enable_two_batch_overlap", (False,), "a round is not split"),
     ("enable_double_sparsity", (False,), "verification needs full attention"),
     ("enable_hisparse", (False,), "verification needs full attention"),
@@ -71,6 +75,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
 
     args.speculative_num_draft_tokens = block_size(args, config)
     _check_draft_window(args)
+    _check_prompt_slowdown(args)
     args.speculative_eagle_topk = 1
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
@@ -107,6 +112,15 @@ def _check_draft_window(args: ServerArgs) -> None:
         raise DFlashError(
             f"--speculative-dflash-draft-window-size {size} is less than the block size {width}: give at least the "
             "block size, or leave it out to let the drafter see all of the context."
+        )
+
+
+def _check_prompt_slowdown(args: ServerArgs) -> None:
+    slowdown = args.speculative_dflash_prompt_slowdown
+    if not 0 <= slowdown < float("inf"):
+        raise DFlashError(
+            f"--speculative-dflash-prompt-slowdown {slowdown} is not a part of a round's time: give 0 or more, as 0.5 "
+            "for rounds that take half as long again."
         )
 
 

@@ -1,0 +1,33 @@
+"""FlashAttention 3 over rows of requests that have different numbers of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Fa3SideBySide(Fa3BlockAttention):
+    """Causal; where each request's rows end, the device knows."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache_lengths: torch.Tensor,
+        page_table: torch.Tensor,
+        ends: torch.Tensor,
+        rows: int,
+        num_splits: int,
+    ):
+        """
+        Args:
+            ends: [bs + 1] int32, where each request's rows begin, and end; filled each pass.
+            rows: the most that a request can have.
+        """
+        super().__init__(runner, cache_lengths, page_table, 1, num_splits, causal=True)
+        self.width, self.cu_seqlens_q = rows, ends

@@ -1,0 +1,218 @@
+"""Prompts as CUDA graphs, alone or behind the blocks of a round: the target's pass, and the context that it leaves.
+
+A graph is captured for a number of rows, not for what they are. What a prompt asks to know of its rows (their
+log-probabilities, hidden states) is made afterwards, by the release's own head, of what the graph leaves of all of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_dflash.drafter.context_kv import write_context
+from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
+from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
+from sglang_dflash.round import stages
+from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
+from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.side_by_side import Blocks, SideBySide
+from sglang_dflash.round.target import TargetRows
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS, MOST_REQUESTS = 2048, 128
+GIB = 1 << 30
+_TIMES = 3  # of which the shortest counts
+
+
+class Key(NamedTuple):
+    """What a graph was captured for: how many rows, and whether contexts are short."""
+
+    rows: int
+    short: bool
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and what it writes; `read` are modules whose tensors it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: TargetRows
+    read: CapturedTarget
+
+
+class PromptGraphs:
+    """Stands where a model runner has its graphs of prompts; the runner calls `can_run` and `replay`."""
+
+    def __init__(self, parts: Parts, rounds: RoundGraphs):
+        self.parts, self.body, self.pool = parts, rounds.body, rounds.pool
+        self.runner = parts.target.runner
+        self.sizes = row_sizes()
+        requests = min(MOST_REQUESTS, 2 * parts.max_requests)
+        page_size = self.runner.page_size
+        self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests)
+        self._hidden: torch.Tensor | None = None
+        self._blocks: Blocks | None = None
+        self._last: TargetRows | None = None
+        self._graphs: dict[Key, Captured] = {}
+        self._capture_all()
+        self.times = self._measure()
+
+    def holds(self, rows: int, requests: int) -> bool:
+        """Whether a pass over so many rows of so many requests was captured."""
+        return rows <= self.sizes[-1] and requests <= self.inputs.most
+
+    def board(self, blocks: Blocks) -> None:
+        """Blocks that the next prompts are to take along."""
+        self._blocks = blocks
+
+    def leave(self) -> stages.Blocks:
+        """Those blocks, verified."""
+        blocks, self._blocks = self._blocks, None
+        target = replace(self._last, hidden_states=self._hidden[: blocks.rows])
+        round = blocks.round
+        return stages.Blocks(round.rows, round.positions, blocks.draft_tokens, target)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        return (
+            batch.forward_mode == ForwardMode.EXTEND
+            and batch.input_embeds is None
+            and not batch.return_hidden_states_before_norm
+            and not batch.contains_mm_inputs()
+            and self.holds(len(batch.input_ids), batch.batch_size)
+        )
+
+    def replay(self, batch: ForwardBatch, **kwargs: Any) -> LogitsProcessorOutput:
+        """What the model gives for prompts; their taps are context already."""
+        blocks, prompt_rows = self._blocks, len(batch.input_ids)
+        first, longest = 0, int(batch.seq_lens_cpu.max())
+        if blocks is not None:
+            first, longest = blocks.rows, max(longest, blocks.longest)
+        size = self.sizes[bisect.bisect_left(self.sizes, first + prompt_rows)]
+        self.inputs.fill(size, blocks, batch)
+        last = self._graphs[self._key(size, longest)]
+        last.graph.replay()
+        self._last, hidden = last.rows, self._hidden[first : first + prompt_rows]
+        return self._last.head.after_prompts(batch, hidden, self._last.lm_head)
+
+    def prompt_rows(self, block_rows: int, slowdown: float) -> int:
+        """Rows of prompts that a round over so many rows takes along.
+
+        Args:
+            slowdown: how much longer the target's pass may take, as a part of what it takes without.
+        """
+        if block_rows > self.sizes[-1]:
+            return 0
+        alone = self.times[bisect.bisect_left(self.sizes, block_rows)]
+        within = bisect.bisect_right(self.times, alone * (1 + slowdown))
+        return max(0, self.sizes[within - 1] - block_rows)
+
+    def _key(self, size: int, longest: int) -> Key:
+        short = Key(size, longest <= SHORT_CONTEXT)
+        return short if short in self._graphs else Key(size, False)
+
+    def _keys(self) -> list[Key]:
+        """The largest first, so that the smaller ones reuse its memory."""
+        long = SHORT_CONTEXT < self.parts.context_len
+        return [
+            Key(size, short)
+            for size in reversed(self.sizes)
+            for short in ((False, True) if long else (False,))
+        ]
+
+    def _capture_all(self) -> None:
+        begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        with freeze_gc(False), model_capture_mode(), graph_capture() as context:
+            for key in self._keys():
+                self._graphs[key] = self._capture(key, context.stream)
+        logger.info(
+            "DFLASH captured %d graphs of prompts (up to %d rows of %d requests) in %.1f s, %.2f GiB",
+            len(self._graphs),
+            self.sizes[-1],
+            self.inputs.most,
+            time.perf_counter() - begin,
+            (free - torch.cuda.mem_get_info()[0]) / GIB,
+        )
+
+    def _capture(self, key: Key, stream: torch.cuda.Stream) -> Captured:
+        self.inputs.clear(key.rows)
+        target = self._target(key)
+        for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
+            torch.cuda.synchronize()
+            self._run(key, target)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            rows = self._run(key, target)
+        return Captured(graph, rows, target)
+
+    def _target(self, key: Key) -> CapturedTarget:
+        inputs = self.inputs
+        keys = SHORT_CONTEXT if key.short else inputs.page_table.shape[1] * self.runner.page_size
+        # Deterministic inference wants sums over keys in one order, whatever the batch.
+        single = key.short or is_batch_invariant_mode_enabled()
+        attention = Fa3SideBySide(
+            self.runner,
+            inputs.cache_lengths,
+            inputs.table_of(keys),
+            inputs.ends,
+            key.rows,
+            num_splits=1 if single else 0,
+        )
+        return CapturedTarget(self.runner, attention, self.body)
+
+    def _run(self, key: Key, target: CapturedTarget) -> TargetRows:
+        inputs, table = self.inputs, target.attention.page_table
+        inputs.look_up(table)
+        target.prepare()
+        batch = inputs.forward_batch(self.runner, key.rows)
+        rows = target.forward(batch)
+        draft, slots = self.parts.draft.runner, inputs.slots[: key.rows]
+        write_context(draft, rows.taps, batch.positions, slots)
+        if self._hidden is None:  # captured with the most rows first
+            self._hidden = torch.empty_like(rows.hidden_states)
+        hidden = self._hidden[: key.rows].copy_(rows.hidden_states)
+        return replace(rows, hidden_states=hidden, taps=None)
+
+    def _measure(self) -> list[float]:
+        """Milliseconds of a pass of each size, never less than those of a smaller one; the same on all ranks."""
+        times = torch.tensor([self._time(size) for size in self.sizes], device="cuda")
+        group = get_tp_group()
+        if group.world_size > 1:
+            times = group.all_reduce(times) / group.world_size
+        times = times.cummax(dim=0).values.tolist()
+        logger.info(
+            "DFLASH passes of the target take, by rows: %s ms",
+            ", ".join(f"{n}: {t:.2f}" for n, t in zip(self.sizes, times, strict=True)),
+        )
+        return times
+
+    def _time(self, size: int) -> float:
+        self.inputs.clear(size)
+        graph = self._graphs[self._key(size, 0)].graph
+        graph.replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        shortest = float("inf")
+        for _ in range(_TIMES):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            shortest = min(shortest, begin.elapsed_time(end))
+        return shortest
+
+
+def row_sizes() -> list[int]:
+    """Rows for which a pass is captured: a part of a tile of a matrix product more costs next to nothing."""
+    return [*range(64, 1024, 64), *range(1024, MOST_ROWS + 1, 128)]

@@ -1,0 +1,147 @@
+"""Rows of requests side by side, however many each has: what a target's pass over them reads.
+
+Blocks of a round come first, then prompts or chunks of them, then rows that only fill the pass up. Those belong to a
+request of their own, whose K/V goes to slot 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_dflash.clean_slot import CleanPool
+from sglang_dflash.round.opened import Round
+from sglang_dflash.round.verify_input import DFlashVerifyInput
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks whose draft model has run.
+
+    Attributes:
+        round: start bounds on the host included.
+        draft_tokens: [bs, width - 1] int64.
+    """
+
+    round: Round
+    draft_tokens: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.draft_tokens.numel() + len(self.draft_tokens)
+
+    @property
+    def longest(self) -> int:
+        """No less than the keys that a request's block sees."""
+        return int(self.round.start_bounds.max()) + self.round.width
+
+
+class SideBySide:
+    """Buffers for the largest pass; their addresses are baked into graphs.
+
+    Attributes:
+        tokens, positions, slots: [rows] int64.
+        requests: [requests + 1] int64, rows of `req_to_token`; `padding_row` for none.
+        cache_lengths: [requests + 1] int32, keys that a request's last row sees.
+        ends: [requests + 2] int32, where each request's rows begin, and end.
+        page_table: [requests + 1, pages] int32.
+    """
+
+    def __init__(self, req_to_token: torch.Tensor, page_size: int, rows: int, requests: int):
+        device = req_to_token.device
+        self.padding_row = len(req_to_token)
+        self._table, self._page_size = req_to_token, page_size
+        self._rows = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots = self._rows
+        self.most = requests
+        self.requests = torch.full((requests + 1,), self.padding_row, device=device)
+        self.cache_lengths = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+        self.ends = torch.zeros(requests + 2, dtype=torch.int32, device=device)
+        pages = -(-req_to_token.shape[1] // page_size)
+        self.page_table = torch.zeros(requests + 1, pages, dtype=torch.int32, device=device)
+
+    def fill(self, size: int, blocks: Blocks | None, prompts: ForwardBatch) -> None:
+        """Puts blocks and prompts side by side, and fills up to `size` rows."""
+        at = request = 0
+        self.requests.fill_(self.padding_row)
+        self.cache_lengths.zero_()
+        if blocks is not None:
+            round, at, request = blocks.round, blocks.rows, len(blocks.draft_tokens)
+            drafted = torch.cat([round.bonus_tokens[:, None], blocks.draft_tokens], dim=1).flatten()
+            torch.stack([drafted, round.positions, round.slots], out=self._rows[:, :at])
+            self.requests[:request].copy_(round.rows)
+            self.cache_lengths[:request].copy_(round.start + round.width)
+        end, last = at + len(prompts.input_ids), request + prompts.batch_size
+        given = (prompts.input_ids, prompts.positions, prompts.out_cache_loc)
+        for row, value in zip(self._rows, given, strict=True):
+            row[at:end].copy_(value)
+        self._rows[:, end:size].zero_()
+        self.requests[request:last].copy_(prompts.req_pool_indices)
+        self.cache_lengths[request:last].copy_(prompts.seq_lens)
+        self.cache_lengths[last].fill_(size - end)
+        ends = torch.tensor(list(self._ends(size, blocks, prompts)), dtype=torch.int32)
+        if self.ends.is_cuda:
+            ends = ends.pin_memory()
+        self.ends.copy_(ends, non_blocking=True)
+
+    def _ends(self, size: int, blocks: Blocks | None, prompts: ForwardBatch) -> Iterator[int]:
+        at = requests = 0
+        if blocks is not None:
+            at, requests = blocks.rows, len(blocks.draft_tokens)
+            yield from range(0, at, blocks.round.width)
+        yield from accumulate(prompts.extend_seq_lens_cpu, initial=at)
+        yield from [size] * (self.most + 1 - requests - prompts.batch_size)
+
+    def clear(self, size: int) -> None:
+        """Nothing but rows that fill a pass up."""
+        self._rows[:, :size].zero_()
+        self.requests.fill_(self.padding_row)
+        self.cache_lengths.zero_()
+        self.cache_lengths[-1:].fill_(size)
+        self.ends.zero_()
+        self.ends[-1:].fill_(size)
+
+    def table_of(self, keys: int) -> torch.Tensor:
+        """The part of the page table that contexts of up to so many keys need."""
+        return self.page_table[:, : -(-keys // self._page_size)]
+
+    def look_up(self, table: torch.Tensor) -> None:
+        """Fills a part of the page table."""
+        nobody = (self.requests == self.padding_row)[:, None]
+        rows = self.requests.clamp(max=self.padding_row - 1)
+        slots = self._table[:, :: self._page_size][:, : table.shape[1]].index_select(0, rows)
+        table.copy_((slots // self._page_size).masked_fill_(nobody, 0))
+
+    def forward_batch(self, runner: ModelRunner, size: int) -> ForwardBatch:
+        """The first `size` rows as a batch of the target's; what attention reads is its own."""
+        requests = len(self.requests)
+        lengths = self.cache_lengths.to(torch.int64)
+        positions = self.positions[:size]
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=requests,
+            input_ids=self.tokens[:size],
+            req_pool_indices=self.requests,
+            seq_lens=lengths,
+            seq_lens_cpu=torch.full((requests,), self._table.shape[1]),
+            seq_lens_sum=requests * self._table.shape[1],
+            orig_seq_lens=lengths,
+            out_cache_loc=self.slots[:size],
+            positions=positions,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=CleanPool(runner.token_to_kv_pool),
+            attn_backend=runner.attn_backend,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=DFlashVerifyInput(size, positions, CaptureHiddenMode.FULL),
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            num_token_non_padded_cpu=size,
+        )

@@ -1,0 +1,103 @@
+"""Prompts that ride in rounds: a decode batch and prompts in one step of the scheduler.
+
+The scheduler chooses prompts as it always does. Requests that decode then do not wait until those are through: their
+round is prepared beside them (`board`), and both are run and resolved one after the other, as two batches. Whether the
+target runs them in one pass is a matter of the graphs that there are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_dflash.drawing.sampling import needs_history
+from sglang_dflash.round.run import RoundRunner
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+_LEAST_ROWS = 64  # of prompts, which a round takes along however short it is
+
+
+class Riding:
+    """Prompts of the present step of the scheduler, and what a round made of them.
+
+    Attributes:
+        slowdown: how much longer a round may take because of prompts, as a part of what it takes without; 0 if
+            prompts run alone.
+    """
+
+    def __init__(self, slowdown: float, rounds: RoundRunner):
+        self.slowdown, self._rounds = slowdown, rounds
+        self._prompts: ScheduleBatch | None = None
+        self._done: GenerationBatchResult | None = None
+
+    def board(self, scheduler: Scheduler) -> ScheduleBatch | None:
+        """The decode batch that runs beside the prompts that were just chosen, prepared for its round.
+
+        None if there is none, or if it has to wait for a result: it then decodes in the next step.
+        """
+        batch = scheduler.running_batch
+        living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+        if not self.slowdown or not living or batch.is_prefill_only:
+            return None
+        pending = batch.is_spec_v2 and scheduler.result_queue
+        if pending and needs_history(batch.reqs[i] for i in living):
+            return None
+        if not batch.check_decode_mem(living):
+            return None
+        scheduler.running_batch = scheduler.update_running_batch(batch)
+        return scheduler.running_batch
+
+    def chunk_size(self, scheduler: Scheduler, size: int | None) -> int | None:
+        """Rows of prompts that the next step takes; `size` is what the release would take."""
+        living = sum(not req.finished() for req in scheduler.running_batch.reqs)
+        whole = size is None or scheduler.truncation_align_size is not None
+        if not self.slowdown or not living or whole:
+            return size
+        return min(size, self._prompt_rows(living * scheduler.draft_worker.width))
+
+    def _prompt_rows(self, block_rows: int) -> int:
+        graphs = self._rounds.prompt_graphs
+        if graphs is None:
+            return max(_LEAST_ROWS, int(block_rows * self.slowdown))
+        return max(_LEAST_ROWS, graphs.prompt_rows(block_rows, self.slowdown))
+
+    def run(
+        self, scheduler: Scheduler, riders: ScheduleBatch, prompts: ScheduleBatch
+    ) -> GenerationBatchResult:
+        """Runs both; the prompts' result, which carries the riders'."""
+        self._prompts = prompts
+        try:
+            ridden = scheduler.run_batch(riders)
+        finally:
+            self._prompts = None
+        result = scheduler.run_batch(prompts)
+        result.riders = (riders.copy(), ridden)
+        return result
+
+    def prompts_for(self, start_bounds: torch.Tensor, width: int) -> ModelWorkerBatch | None:
+        """Prompts that the target runs in the same pass as a round's blocks, if it can."""
+        prompts = self._prompts
+        if prompts is None or prompts.input_embeds is not None:
+            return None
+        rows, requests = len(prompts.input_ids), len(prompts.reqs)
+        if not self._rounds.holds_prompts(start_bounds, width, rows, requests):
+            return None
+        batch = prompts.get_model_worker_batch()
+        if prompts.enable_overlap:
+            # The scheduler does the same: what is drawn with may change before it is used.
+            batch.sampling_info = batch.sampling_info.copy_for_forward()
+        return batch
+
+    def done(self, result: GenerationBatchResult) -> None:
+        """What a round made of the prompts that it took along."""
+        self._done = result
+
+    def take(self) -> GenerationBatchResult | None:
+        """The result of the prompts that are asked for, if a round took them along."""
+        done, self._done = self._done, None
+        return done
