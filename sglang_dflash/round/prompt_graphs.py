@@ -1,7 +1,7 @@
 """Prompts as CUDA graphs, alone or behind the blocks of a round: the target's pass, and the context that it leaves.
 
-A graph is captured for a number of rows, not for what they are. What a prompt asks to know of its rows (their
-log-probabilities, hidden states) is made afterwards, by the release's own head, of what the graph leaves of all of them.
+A graph is captured for a number of rows, not for what they are. What a prompt asks to know of them (their
+log-probabilities, hidden states) is made afterwards by the release's own head, of what the graph leaves of all rows.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.utils import ceil_align
 
 from sglang_dflash.drawing.sampling import needs_history
 from sglang_dflash.round.run import RoundRunner
@@ -47,7 +49,7 @@ class Riding:
         pending = batch.is_spec_v2 and scheduler.result_queue
         if pending and needs_history(batch.reqs[i] for i in living):
             return None
-        if not batch.check_decode_mem(living):
+        if not _leaves_enough(scheduler, batch.new_tokens_required_next_decode(living)):
             return None
         scheduler.running_batch = scheduler.update_running_batch(batch)
         return scheduler.running_batch
@@ -101,3 +103,15 @@ class Riding:
         """The result of the prompts that are asked for, if a round took them along."""
         done, self._done = self._done, None
         return done
+
+
+def _leaves_enough(scheduler: Scheduler, slots: int) -> bool:
+    """Whether the pool has so many slots beside those that the rest of a prompt will take.
+
+    The release never waits with that rest: it takes for granted that nobody takes slots between two chunks.
+    """
+    if (req := scheduler.chunked_req) is not None:
+        rest = len(req.origin_input_ids) + len(req.output_ids) - len(req.fill_ids)
+        slots += ceil_align(rest, scheduler.page_size)
+    evict_from_tree_cache(scheduler.tree_cache, slots)
+    return scheduler.token_to_kv_pool_allocator.available_size() >= slots
