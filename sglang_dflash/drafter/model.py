@@ -33,7 +33,7 @@ from sglang_dflash.drafter.draft_vocabulary import DraftVocabulary
 from sglang_dflash.drafter.rope import draft_rope
 from sglang_dflash.drafter.window_attention import window_attention
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse, fused_attention
 from sglang_dflash.gpu.fused_layers import can_fuse_layers, run_layers
 
@@ -86,7 +86,7 @@ class DFlashAttention(nn.Module):
         self, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        if isinstance(forward_batch.attn_backend, Fa3BlockAttention) and can_fuse(self):
+        if isinstance(forward_batch.attn_backend, BlockAttention) and can_fuse(self):
             return fused_attention(self, positions, x, forward_batch)
         qkv, _ = self.qkv_proj(x)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -258,7 +258,7 @@ class DFlashDraftModel(nn.Module):
         Slot i predicts its own position, so slot 0, the bonus token, predicts nothing.
         """
         x, residual = self.vocabulary.embed(input_ids), None
-        captured = isinstance(forward_batch.attn_backend, Fa3BlockAttention)
+        captured = isinstance(forward_batch.attn_backend, BlockAttention)
         if captured and can_fuse_layers(self.layers):
             x, _ = run_layers(self.layers, self.norm, x, positions, forward_batch)
         else:

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3Model
 from torch import nn
 
-from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse, fused_attention
 from sglang_dflash.gpu.fused_layers import can_fuse_layers, run_layers
 
@@ -43,7 +43,7 @@ class FusedQwen3Attention(Qwen3Attention):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if isinstance(forward_batch.attn_backend, Fa3BlockAttention):
+        if isinstance(forward_batch.attn_backend, BlockAttention):
             return fused_attention(self, positions, hidden_states, forward_batch)
         return super().forward(positions, hidden_states, forward_batch)
 
