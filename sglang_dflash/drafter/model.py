@@ -35,7 +35,9 @@ from sglang_dflash.drafter.window_attention import window_attention
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse, fused_attention
-from sglang_dflash.gpu.fused_layers import can_fuse_layers, run_layers
+from sglang_dflash.gpu.fused_layers import FusedLayers, fuse_layers
+from sglang_dflash.gpu.rank_sums import RankSums
+from sglang_dflash.gpu.tilings import Tilings
 
 # Weights of a checkpoint that share one parameter here: name → parameter, shard.
 _STACKED = {
@@ -158,6 +160,7 @@ class DFlashDraftModel(nn.Module):
 
     Attributes:
         draft: its config, in the package's own terms.
+        fused: its layers as captured rounds run them; None until then, and where they cannot be fused.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
@@ -180,6 +183,7 @@ class DFlashDraftModel(nn.Module):
             DFlashLayer(draft, i, rotary_emb) for i in range(draft.num_hidden_layers)
         )
         self.norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
+        self.fused: FusedLayers | None = None
         self.embed_tokens = self.lm_head = None
         if draft.own_embedding:
             self.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size)
@@ -223,6 +227,10 @@ class DFlashDraftModel(nn.Module):
             if self.draft.qk_norm:
                 self.k_norm_weight = torch.stack([a.k_norm.weight for a in attention])
 
+    def fuse(self, tilings: Tilings, ranks: RankSums | None) -> None:
+        """Fuses the layers for captured rounds; all ranks call it alike."""
+        self.fused = fuse_layers(self.layers, self.norm, tilings, ranks)
+
     @property
     def vocabulary(self) -> DraftVocabulary:
         return self._borrowed[0]
@@ -259,8 +267,8 @@ class DFlashDraftModel(nn.Module):
         """
         x, residual = self.vocabulary.embed(input_ids), None
         captured = isinstance(forward_batch.attn_backend, BlockAttention)
-        if captured and can_fuse_layers(self.layers):
-            x, _ = run_layers(self.layers, self.norm, x, positions, forward_batch)
+        if captured and self.fused is not None:
+            x, _ = self.fused.run(x, positions, forward_batch)
         else:
             for layer in self.layers:
                 x, residual = layer(positions, x, residual, forward_batch)

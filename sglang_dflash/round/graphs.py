@@ -21,10 +21,11 @@ from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
-from sglang_dflash.gpu.qwen3 import Body, fuse_attention, fused_body
+from sglang_dflash.gpu.targets import Body
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow
+from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.stages import Blocks, accept_blocks, run_models
@@ -133,12 +134,7 @@ class RoundGraphs:
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, Captured] = {}
-        model = parts.target.runner.model
-        self.body = fused_body(model)
-        if self.body is None:
-            logger.info("DFLASH fused the attention of %d target layers", fuse_attention(model))
-        else:
-            logger.info("DFLASH fused the target's layers")
+        self.body = fuse_models(parts, largest * self.widths[-1])
         self._capture_all()
 
     def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:
