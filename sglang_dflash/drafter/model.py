@@ -56,6 +56,7 @@ class DFlashAttention(nn.Module):
         sight: which keys a row sees. Without a window the attention backend computes it; a layer that
             is not causal is ENCODER_ONLY to it.
         q_norm, k_norm: None where heads are not normed.
+        fuses: whether small kernels are fused in captured blocks, where they can be.
     """
 
     def __init__(self, config: DraftConfig, layer_id: int, rotary_emb: RotaryEmbedding):
@@ -66,7 +67,7 @@ class DFlashAttention(nn.Module):
             config.head_dim,
         )
         tp_size, bias = get_tensor_model_parallel_world_size(), config.attention_bias
-        self.sight = config.layers[layer_id]
+        self.sight, self.fuses = config.layers[layer_id], True
         self.head_dim = head_dim
         self.num_kv_heads = config.kv_heads_per_rank(tp_size)
         self.q_size, self.kv_size = heads // tp_size * head_dim, self.num_kv_heads * head_dim
@@ -88,7 +89,8 @@ class DFlashAttention(nn.Module):
         self, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        if isinstance(forward_batch.attn_backend, BlockAttention) and can_fuse(self):
+        captured = isinstance(forward_batch.attn_backend, BlockAttention)
+        if captured and self.fuses and can_fuse(self):
             return fused_attention(self, positions, x, forward_batch)
         qkv, _ = self.qkv_proj(x)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -229,7 +231,13 @@ class DFlashDraftModel(nn.Module):
 
     def fuse(self, tilings: Tilings, ranks: RankSums | None) -> None:
         """Fuses the layers for captured rounds; all ranks call it alike."""
-        self.fused = fuse_layers(self.layers, self.norm, tilings, ranks)
+        self.use(fuse_layers(self.layers, self.norm, tilings, ranks), attention=True)
+
+    def use(self, layers: FusedLayers | None, attention: bool) -> None:
+        """How captured rounds run the layers: fused, or with their attention alone fused, where it can be, or not."""
+        self.fused = layers
+        for layer in self.layers:
+            layer.self_attn.fuses = attention
 
     @property
     def vocabulary(self) -> DraftVocabulary:

@@ -32,3 +32,10 @@ def fuse_attention(model: nn.Module) -> int:
     for layer in layers:
         layer.__class__ = FusedQwen3Attention  # the same weights under the same names
     return len(layers)
+
+
+def unfuse_attention(model: nn.Module) -> None:
+    """Makes them again what they were."""
+    for module in model.modules():
+        if type(module) is FusedQwen3Attention:
+            module.__class__ = Qwen3Attention

@@ -1,6 +1,6 @@
 """Sums over the ranks of a tensor-parallel group, with the residual sum and the norm that follow.
 
-Where the ranks reach each other's memory, all of it is one kernel (`kernels/sum_add_norm.py`); else, or where
+Where it is asked for and the ranks reach each other's memory, all of it is one kernel (`kernels/sum_add_norm.py`); else, or where
 there is too much to write it to every rank, the release sums and our kernel does the rest.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from sglang_dflash.gpu.kernels.add_norm import add_norm
 from sglang_dflash.gpu.kernels.sum_add_norm import Shared, sum_add_norm
 
 logger = logging.getLogger(__name__)
+
+# Asks for the one kernel if it is 1; off by default while no GPUs have run it.
+FUSE_SUMS = "SGLANG_DFLASH_FUSE_SUMS"
 
 # Bytes of the rows of a sum, up to which each rank writes all of them to every rank, by the number of ranks.
 # Two ranks write no more than a sum in two steps would; for others, where the release changes to that.
@@ -76,7 +80,8 @@ def open_rank_sums(row_size: int, rows: int, dtype: torch.dtype) -> RankSums | N
         return None
     row_size = -(-row_size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
     most_rows = min(rows, MOST_BYTES.get(group.world_size, 0) // (row_size * dtype.itemsize))
-    if most_rows == 0 or not _reaches_peers(group):
+    asked = os.environ.get(FUSE_SUMS, "0") == "1"
+    if not asked or most_rows == 0 or not _reaches_peers(group):
         logger.info("DFLASH sums over the ranks by the release's all-reduce")
         return RankSums(group, None, 0)
     with torch.inference_mode(False):

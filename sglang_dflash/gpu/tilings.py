@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -49,15 +49,15 @@ Found = dict[Key, Tiling | None]
 # Key, weights of that shape, tilings, seconds → microseconds of each that was timed; None is cuBLAS.
 Time = Callable[[Key, Sequence[torch.Tensor], Sequence[Tiling], float], dict[Tiling | None, float]]
 
-# What these GPUs were fastest with: Qwen3-8B's.
-KNOWN: dict[str, Found] = {
-    "NVIDIA H200": {
-        Key(6144, 4096, Kind.SUMMED): Tiling(64, 128, 128, 1, 5, 4),  # QKV
-        Key(4096, 4096, Kind.SUMMED): Tiling(64, 128, 128, 2, 5, 4),  # output of attention
-        Key(12288, 4096, Kind.SWIGLU): Tiling(64, 64, 128, 1, 4, 4),  # gate and up
-        Key(4096, 12288, Kind.SUMMED): Tiling(64, 128, 128, 2, 5, 4),  # down
-    }
+# Qwen3-8B's on an H200.
+QWEN3_8B: Found = {
+    Key(6144, 4096, Kind.SUMMED): Tiling(64, 128, 128, 1, 5, 4),  # QKV
+    Key(4096, 4096, Kind.SUMMED): Tiling(64, 128, 128, 2, 5, 4),  # output of attention
+    Key(12288, 4096, Kind.SWIGLU): Tiling(64, 64, 128, 1, 4, 4),  # gate and up
+    Key(4096, 12288, Kind.SUMMED): Tiling(64, 128, 128, 2, 5, 4),  # down
 }
+# What these GPUs were fastest with, which is not measured again.
+KNOWN: dict[str, Found] = {"NVIDIA H200": QWEN3_8B}
 SECONDS = 10.0  # that a start may take longer for a model that is new
 _CANDIDATES = 6  # each is compiled, which takes about a second
 _GAIN = 0.98  # of cuBLAS's time, which a tiling must stay below: less is noise
@@ -84,16 +84,19 @@ class Tilings:
         file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         share: Callable[[Callable[[], Found]], Found] = lambda choose: choose(),
+        defaults: Found | None = None,
     ):
         """
         Args:
             gpu: name of the device.
             file: where what is found is kept; None for nowhere.
             share: runs a choice on the first rank alone, and returns it on all.
+            defaults: what runs where nothing was measured; cuBLAS where they say nothing.
         """
         self.gpu, self.multiprocessors, self.file = gpu, multiprocessors, file
         self._time, self._clock, self._share = time_tilings, clock, share
         self.found: Found = {}
+        self._defaults = defaults or {}
         self._seconds = SECONDS
 
     def get(self, key: Key) -> Tiling | None:
@@ -108,7 +111,21 @@ class Tilings:
         """
         wanted = {key: some for key, some in weights.items() if key not in self.found}
         if wanted:
-            self.found |= self._share(lambda: self._choose(wanted))
+            self.found |= self._share(lambda: self._choose_or_default(wanted))
+
+    def _choose_or_default(self, weights: Mapping[Key, Sequence[torch.Tensor]]) -> Found:
+        try:
+            return self._choose(weights)
+        except Exception as reason:
+            logger.warning(
+                "DFLASH runs small products with cuBLAS and with tilings for Qwen3-8B, because looking for "
+                "others raised %r.",
+                reason,
+            )
+            return self._default(weights)
+
+    def _default(self, keys: Iterable[Key]) -> Found:
+        return {key: self._defaults.get(key) for key in keys}
 
     def _choose(self, weights: Mapping[Key, Sequence[torch.Tensor]]) -> Found:
         known = KNOWN.get(self.gpu, {}) | self._read()
@@ -135,7 +152,7 @@ class Tilings:
             ", ".join(f"{key} {_named(tiling)}" for key, tiling in measured.items()),
             f"; no time for {len(skipped)}, which the next start looks at" if skipped else "",
         )
-        return chosen | measured | dict.fromkeys(skipped)
+        return chosen | measured | self._default(skipped)
 
     @property
     def _machine(self) -> str:
@@ -182,6 +199,8 @@ def tilings_of_process(time_tilings: Time) -> Tilings:
         time_tilings,
         cache_folder() / "tilings.json",
         share=share,
+        # Other GPUs have less memory for a program: these may not fit.
+        defaults=QWEN3_8B if (properties.major, properties.minor) == (9, 0) else None,
     )
 
 

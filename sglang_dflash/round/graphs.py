@@ -134,7 +134,7 @@ class RoundGraphs:
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, Captured] = {}
-        self.body = fuse_models(parts, largest * self.widths[-1])
+        self.body = fuse_models(parts, *attention, largest, self.widths[-1])
         self._capture_all()
 
     def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:

@@ -68,11 +68,12 @@ def make_batch(model: nn.Module, rows: int, ranks: int) -> SimpleNamespace:
             head_dim=attention.head_dim,
             dtype=torch.bfloat16,
         ),
+        kv_cache_dtype=torch.bfloat16,
         tp_size=ranks,
         page_size=1,
     )
     lengths = torch.full((requests,), length, dtype=torch.int32, device="cuda")
-    backend = Fa3BlockAttention(runner, lengths, table, WIDTH, num_splits=1, causal=True)
+    backend = Fa3BlockAttention(runner, lengths, table, WIDTH, causal=True, short=True)
     positions = torch.arange(CONTEXT, length, device="cuda").repeat(requests)
     pool = MHATokenToKVPool(
         size=requests * length,
