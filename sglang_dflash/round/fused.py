@@ -13,6 +13,7 @@ from torch import nn
 
 from sglang_dflash.drafter.model import DFlashDraftModel
 from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.fused_attention import can_fuse
 from sglang_dflash.gpu.qwen3 import fuse_attention, unfuse_attention
 from sglang_dflash.gpu.rank_sums import open_rank_sums
 from sglang_dflash.gpu.targets import Body, fused_body
@@ -94,7 +95,8 @@ def draft_ways(model: DFlashDraftModel) -> list[Way]:
         return [model.draft_states(batch.input_ids, batch.positions, batch)]
 
     ways = [Way(RELEASE, partial(model.use, None, False), run)]
-    ways.insert(0, Way(ATTENTION, partial(model.use, None, True), run))
+    if any(can_fuse(layer.self_attn) for layer in model.layers):
+        ways.insert(0, Way(ATTENTION, partial(model.use, None, True), run))
     if layers is not None:
         ways.insert(0, Way(LAYERS, partial(model.use, layers, True), run))
     return ways

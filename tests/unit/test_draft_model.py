@@ -13,6 +13,7 @@ from checkpoints.trainer.drafter import Drafter, DraftShape
 from checkpoints.trainer.modules import Shape
 from checkpoints.trainer.target import Target
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.tilings import Tilings
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from tests.unit import drafters
 from tests.unit.drafters import DraftRunner, TargetStub, zlab_config
@@ -49,8 +50,9 @@ def save(folder: Path, drafter: Drafter) -> Path:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("layers", [True, False], ids=["layers", "attention"])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_states_in_captured_blocks(tmp_path: Path, kv_dtype: torch.dtype) -> None:
+def test_states_in_captured_blocks(tmp_path: Path, kv_dtype: torch.dtype, layers: bool) -> None:
     """With attention and layers as graphs hold them, the draft model computes what it computes kernel by kernel."""
     target, drafter = reference()
     stub = TargetStub(target.embed_tokens.weight)
@@ -59,6 +61,9 @@ def test_states_in_captured_blocks(tmp_path: Path, kv_dtype: torch.dtype) -> Non
     for row, start in enumerate(starts.tolist()):
         draft.write_context(row, torch.randn(start, len(TAPS) * SHAPE.hidden_size))
     expected = draft.draft_states(bonus, starts, BLOCK)
+    if layers:
+        draft.model.fuse(Tilings("CPU", 1, lambda *_: pytest.fail("nothing is to be timed")), None)
+        assert draft.model.fused is not None
     lengths, table = (starts + BLOCK).int(), draft.req_to_token_pool.req_to_token
     draft.attn_backend = TritonBlockAttention(
         SimpleNamespace(page_size=1), lengths, table, BLOCK, causal=False, short=False

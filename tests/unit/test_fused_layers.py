@@ -16,6 +16,7 @@ from sglang_dflash.gpu.kernels.sum_add_norm import Shared
 from sglang_dflash.gpu.rank_sums import RankSums
 from sglang_dflash.gpu.targets import can_fuse_target, fused_body
 from sglang_dflash.gpu.tilings import Tilings
+from sglang_dflash.round.fused_check import Way, first_right
 from tests.unit.targets import TARGETS, Blocks, difference, free_port, make_target, rank_of
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +59,10 @@ def test_on_two_ranks() -> None:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, timeout=240, check=True
     )
-    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(ranks) == 2
-    for found in ranks:
+    for found, chosen in ranks:
+        assert chosen == ["release", "fused"]
         assert len(found) == 2 * len(TARGETS) and max(found.values()) < ROUNDING
 
 
@@ -108,8 +110,21 @@ class TestWhatIsNotUnderstood:
         assert fused_body(model, no_tilings(), None) is None
 
 
+def chosen_ways(rank: int) -> list[str]:
+    """Where the second rank finds the fused way wrong, and where no rank does."""
+
+    def fails() -> None:
+        assert rank == 0, "wrong on this rank"
+
+    release = Way("release", lambda: None, None)
+    return [
+        first_right("target", [Way("fused", use, None), release], [], get_tp_group()).name
+        for use in (fails, lambda: None)
+    ]
+
+
 def run_two_ranks(port: int) -> None:
-    """Each prints how far its fused layers are from the release's."""
+    """Each prints how far its fused layers are from the release's, and which ways it chose."""
     rows = torch.zeros(2, 2, ROWS, 2, ROW_SIZE).share_memory_()
     arrivals = torch.zeros(2, 2, ROWS, dtype=torch.int32).share_memory_()
     tables = [
@@ -125,9 +140,10 @@ def run_two_ranks(port: int) -> None:
             for name in TARGETS
             for way, sums in ways.items()
         }
+        chosen = chosen_ways(rank)
     if rank == 0:
         assert os.wait()[1] == 0  # and so its line is whole
-    print(json.dumps(found), flush=True)
+    print(json.dumps([found, chosen]), flush=True)
 
 
 if __name__ == "__main__":

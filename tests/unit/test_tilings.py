@@ -12,7 +12,7 @@ import torch
 
 from sglang_dflash.gpu import tilings
 from sglang_dflash.gpu.kernels.skinny_matmul import Tiling
-from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, Tilings, candidates, fastest
+from sglang_dflash.gpu.tilings import KNOWN, QWEN3_8B, Key, Kind, Tilings, candidates, fastest
 
 GPU, MULTIPROCESSORS = "NVIDIA H100", 132
 DOWN, GATE_UP = Key(4096, 14336, Kind.SUMMED), Key(14336, 4096, Kind.SWIGLU)
@@ -50,9 +50,9 @@ def weights_of(*keys: Key) -> dict[Key, list[torch.Tensor]]:
 def start(tmp_path: Path) -> Callable[..., Tilings]:
     """Starts a server, as far as this goes."""
 
-    def made(gpu: Gpu, name: str = GPU, file: Path | None = None) -> Tilings:
+    def made(gpu: Gpu, name: str = GPU, file: Path | None = None, **options) -> Tilings:
         file = tmp_path / "cache" / "tilings.json" if file is None else file
-        return Tilings(name, MULTIPROCESSORS, gpu, file, gpu.clock)
+        return Tilings(name, MULTIPROCESSORS, gpu, file, gpu.clock, **options)
 
     return made
 
@@ -115,6 +115,29 @@ def test_a_start_has_an_end(start) -> None:
     quick = Gpu(dict.fromkeys(keys, FASTER))
     start(quick).find(weights_of(*keys))
     assert quick.asked == keys[3:]
+
+
+def test_where_nothing_was_measured(start) -> None:
+    """For lack of time: what is known to be good on such a GPU runs."""
+    keys = [Key(4096, depth, Kind.SUMMED) for depth in range(1024, 1024 * 4, 1024)]
+    found = start(Gpu({}, seconds=20.0), defaults=QWEN3_8B)
+    found.find(weights_of(*keys, *QWEN3_8B))
+    assert found.found == dict.fromkeys(keys) | QWEN3_8B
+
+
+@pytest.mark.parametrize("name", [GPU, "NVIDIA H200"])
+def test_a_search_that_raises(start, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says so, and what is known runs."""
+
+    class Broken(Gpu):
+        def __call__(self, *_):
+            raise RuntimeError("out of memory")
+
+    found = start(Broken({}), name, defaults=QWEN3_8B)
+    found.find(weights_of(DOWN, *QWEN3_8B))
+    assert found.found == {DOWN: None} | QWEN3_8B
+    (record,) = caplog.records
+    assert "raised RuntimeError('out of memory')" in record.getMessage()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": {"b": [1]}}', "folder"])
