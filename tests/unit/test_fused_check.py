@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from sglang_dflash.round.fused_check import trial_blocks as make_trials
 from tests.unit.drafters import DraftRunner, TargetStub, random_weights, save_random, zlab_config
 from tests.unit.targets import SMALL, make_target
 
-WIDTH, CONTEXT = 4, 300
+WIDTH, CONTEXT = 4, SMALL["max_position_embeddings"]
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="servers do this when they start"),
@@ -173,13 +173,13 @@ def test_a_release_that_raises(
 
 
 @pytest.fixture
-def draft(tmp_path: Path) -> Iterator[DraftRunner]:
+def draft(tmp_path: Path) -> DraftRunner:
     raw = zlab_config()
     folder = save_random(tmp_path, raw)
     embedding = random_weights({"embedding": (raw["vocab_size"], raw["hidden_size"])})["embedding"]
     draft = DraftRunner(folder, TargetStub(embedding))
     draft.model.fuse(no_tilings(), None)
-    yield draft
+    return draft
 
 
 def test_a_drafter(draft: DraftRunner, caplog: pytest.LogCaptureFixture) -> None:
