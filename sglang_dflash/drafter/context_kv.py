@@ -61,7 +61,6 @@ def _can_store(draft: ModelRunner, kv: torch.Tensor) -> bool:
     powers = (attention.num_kv_heads, attention.head_dim)
     return (
         kv.is_cuda
-        and model.k_norm_weight is not None
         and is_table(rope)
         and rope.rotary_dim == attention.head_dim
         and all(n & (n - 1) == 0 for n in powers)

@@ -33,9 +33,11 @@ from sglang_dflash.drafter.draft_vocabulary import DraftVocabulary
 from sglang_dflash.drafter.rope import draft_rope
 from sglang_dflash.drafter.window_attention import window_attention
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse, fused_attention
-from sglang_dflash.gpu.fused_layers import can_fuse_layers, run_layers
+from sglang_dflash.gpu.fused_layers import FusedLayers, fuse_layers
+from sglang_dflash.gpu.rank_sums import RankSums
+from sglang_dflash.gpu.tilings import Tilings
 
 # Weights of a checkpoint that share one parameter here: name → parameter, shard.
 _STACKED = {
@@ -54,6 +56,7 @@ class DFlashAttention(nn.Module):
         sight: which keys a row sees. Without a window the attention backend computes it; a layer that
             is not causal is ENCODER_ONLY to it.
         q_norm, k_norm: None where heads are not normed.
+        fuses: whether small kernels are fused in captured blocks, where they can be.
     """
 
     def __init__(self, config: DraftConfig, layer_id: int, rotary_emb: RotaryEmbedding):
@@ -64,7 +67,7 @@ class DFlashAttention(nn.Module):
             config.head_dim,
         )
         tp_size, bias = get_tensor_model_parallel_world_size(), config.attention_bias
-        self.sight = config.layers[layer_id]
+        self.sight, self.fuses = config.layers[layer_id], True
         self.head_dim = head_dim
         self.num_kv_heads = config.kv_heads_per_rank(tp_size)
         self.q_size, self.kv_size = heads // tp_size * head_dim, self.num_kv_heads * head_dim
@@ -86,7 +89,8 @@ class DFlashAttention(nn.Module):
         self, positions: torch.Tensor, x: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        if isinstance(forward_batch.attn_backend, Fa3BlockAttention) and can_fuse(self):
+        captured = isinstance(forward_batch.attn_backend, BlockAttention)
+        if captured and self.fuses and can_fuse(self):
             return fused_attention(self, positions, x, forward_batch)
         qkv, _ = self.qkv_proj(x)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -158,6 +162,7 @@ class DFlashDraftModel(nn.Module):
 
     Attributes:
         draft: its config, in the package's own terms.
+        fused: its layers as captured rounds run them; None until then, and where they cannot be fused.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
@@ -180,6 +185,7 @@ class DFlashDraftModel(nn.Module):
             DFlashLayer(draft, i, rotary_emb) for i in range(draft.num_hidden_layers)
         )
         self.norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
+        self.fused: FusedLayers | None = None
         self.embed_tokens = self.lm_head = None
         if draft.own_embedding:
             self.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size)
@@ -223,6 +229,16 @@ class DFlashDraftModel(nn.Module):
             if self.draft.qk_norm:
                 self.k_norm_weight = torch.stack([a.k_norm.weight for a in attention])
 
+    def fuse(self, tilings: Tilings, ranks: RankSums | None) -> None:
+        """Fuses the layers for captured rounds; all ranks call it alike."""
+        self.use(fuse_layers(self.layers, self.norm, tilings, ranks), attention=True)
+
+    def use(self, layers: FusedLayers | None, attention: bool) -> None:
+        """How captured rounds run the layers: fused, or with their attention alone fused, where it can be, or not."""
+        self.fused = layers
+        for layer in self.layers:
+            layer.self_attn.fuses = attention
+
     @property
     def vocabulary(self) -> DraftVocabulary:
         return self._borrowed[0]
@@ -258,9 +274,9 @@ class DFlashDraftModel(nn.Module):
         Slot i predicts its own position, so slot 0, the bonus token, predicts nothing.
         """
         x, residual = self.vocabulary.embed(input_ids), None
-        captured = isinstance(forward_batch.attn_backend, Fa3BlockAttention)
-        if captured and can_fuse_layers(self.layers):
-            x, _ = run_layers(self.layers, self.norm, x, positions, forward_batch)
+        captured = isinstance(forward_batch.attn_backend, BlockAttention)
+        if captured and self.fused is not None:
+            x, _ = self.fused.run(x, positions, forward_batch)
         else:
             for layer in self.layers:
                 x, residual = layer(positions, x, residual, forward_batch)

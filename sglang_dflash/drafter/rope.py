@@ -26,8 +26,6 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     Only the table differs from the release's class: what reads the table computes every type.
     """
 
-    angles_in_table = True
-
     def __init__(self, config: DraftConfig, positions: int):
         self._frequencies = scaled_frequencies(config)
         inverse, _ = self._frequencies

@@ -5,12 +5,18 @@ from __future__ import annotations
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from torch import nn
 
+_FORWARD = ("forward", "forward_native", "forward_cuda")
+
 
 def is_table(rope: nn.Module | None) -> bool:
     """Whether all that a rotary embedding does is in its `cos_sin_cache`, halves of a head paired.
 
-    Subclasses of the release scale or arrange the angles in ways that are not; one that only fills the
-    table differently says so by `angles_in_table`.
+    Subclasses of the release that only fill the table differently (Llama 3, YaRN, linear scaling) compute
+    as the plain class does; others scale or arrange the angles when they read it.
     """
-    plain = type(rope) is RotaryEmbedding or getattr(rope, "angles_in_table", False)
-    return plain and rope.is_neox_style
+    kind = type(rope)
+    return (
+        isinstance(rope, RotaryEmbedding)
+        and all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in _FORWARD)
+        and rope.is_neox_style
+    )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
@@ -19,12 +18,14 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.drawing.sampling import Sampling
-from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
+from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
-from sglang_dflash.gpu.qwen3 import Body, fuse_attention, fused_body
+from sglang_dflash.gpu.targets import Body
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow
+from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
@@ -60,10 +61,17 @@ class Captured:
     read: tuple[CapturedModel, CapturedModel]
 
 
+class Attention(NamedTuple):
+    """What computes attention in graphs, by model."""
+
+    draft: type[BlockAttention]
+    target: type[BlockAttention]
+
+
 class CapturedModel(BlockModel):
     """Runs blocks while a graph is captured, with attention that the graph prepares."""
 
-    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention):
+    def __init__(self, runner: ModelRunner, attention: BlockAttention):
         super().__init__(runner)
         self.attention = attention
 
@@ -79,7 +87,7 @@ class CapturedModel(BlockModel):
 class CapturedTarget(CapturedModel):
     """The target, its layers fused where they can be."""
 
-    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention, body: Body | None):
+    def __init__(self, runner: ModelRunner, attention: BlockAttention, body: Body | None):
         super().__init__(runner, attention)
         self.body = body
 
@@ -94,7 +102,7 @@ class CapturedTarget(CapturedModel):
 class CapturedWindowedModel(CapturedModel):
     """The draft model behind its window."""
 
-    def __init__(self, runner: ModelRunner, attention: Fa3BlockAttention, window: DraftWindow):
+    def __init__(self, runner: ModelRunner, attention: BlockAttention, window: DraftWindow):
         super().__init__(runner, attention)
         self.window = window
 
@@ -115,8 +123,10 @@ class RoundGraphs:
     All that a round reads, it reads in the graph, by the requests' rows: state, slots, page table.
     """
 
-    def __init__(self, parts: Parts, sizes: Iterable[int], widths: Iterable[int]):
-        self.parts = parts
+    def __init__(
+        self, parts: Parts, attention: Attention, sizes: Iterable[int], widths: Iterable[int]
+    ):
+        self.parts, self.attention = parts, attention
         self.sizes, self.widths = sorted(sizes), sorted(widths)
         self.page_size = parts.target.runner.page_size
         device, largest = parts.req_to_token.device, self.sizes[-1]
@@ -128,12 +138,7 @@ class RoundGraphs:
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, Captured] = {}
-        model = parts.target.runner.model
-        self.body = fused_body(model)
-        if self.body is None:
-            logger.info("DFLASH fused the attention of %d target layers", fuse_attention(model))
-        else:
-            logger.info("DFLASH fused the target's layers")
+        self.body = fuse_models(parts, *attention, largest, self.widths[-1])
         self._capture_all()
 
     def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:
@@ -176,17 +181,15 @@ class RoundGraphs:
         for bucket in reversed(self.sizes):
             for width in reversed(self.widths):
                 keys.append(Key(bucket, width, False))
-                if not self._fills_device(bucket) and SHORT_CONTEXT < self.parts.context_len:
+                if SHORT_CONTEXT < self.parts.context_len and self._short_contexts_gain(bucket):
                     keys.append(Key(bucket, width, True))
         return keys
 
-    def _fills_device(self, bucket: int) -> bool:
-        """Whether KV heads alone occupy every multiprocessor, so that splitting keys gains nothing."""
-        runner = self.parts.target.runner
-        kv_heads = runner.model_config.get_num_kv_heads(runner.tp_size)
-        return (
-            bucket * kv_heads
-            >= torch.cuda.get_device_properties(self.rows.device).multi_processor_count
+    def _short_contexts_gain(self, bucket: int) -> bool:
+        models = (self.parts.draft, self.parts.target)
+        return any(
+            attention.short_contexts_gain(model.runner, bucket)
+            for attention, model in zip(self.attention, models, strict=True)
         )
 
     def _capture_all(self) -> None:
@@ -221,25 +224,20 @@ class RoundGraphs:
         return Captured(first, round, draft_tokens, second, blocks, greedy, accepted, read)
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
-        # Deterministic inference wants sums over keys in one order, whatever the batch.
-        single = key.short or self._fills_device(key.bucket) or is_batch_invariant_mode_enabled()
         keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
         lengths = self.cache_lengths[: key.bucket]
         page_table = self.page_table[: key.bucket, : -(-keys // self.page_size)]
 
-        def attention(runner: ModelRunner, causal: bool, *inputs: torch.Tensor):
-            splits = 1 if single else 0
-            return Fa3BlockAttention(runner, *inputs, key.width, num_splits=splits, causal=causal)
-
         draft, target = self.parts.draft.runner, self.parts.target.runner
-        causal = attention(target, True, lengths, page_table)
+        causal = self.attention.target(target, lengths, page_table, key.width, True, key.short)
         captured = CapturedTarget(target, causal, self.body)
-        if (window := self.parts.window) is None:
-            return CapturedModel(draft, attention(draft, False, lengths, page_table)), captured
-        lengths = torch.zeros_like(lengths)
-        page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
-        windowed = attention(draft, False, lengths, page_table)
-        return CapturedWindowedModel(draft, windowed, window), captured
+        if (window := self.parts.window) is not None:
+            lengths = torch.zeros_like(lengths)
+            page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
+        drafting = self.attention.draft(draft, lengths, page_table, key.width, False, key.short)
+        if window is not None:
+            return CapturedWindowedModel(draft, drafting, window), captured
+        return CapturedModel(draft, drafting), captured
 
     def _propose(
         self, key: Key, models: tuple[CapturedModel, CapturedModel]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import bisect
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -21,7 +21,7 @@ from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_dflash.drafter.context_kv import write_context
-from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
+from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.round import stages
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
@@ -55,10 +55,13 @@ class Captured:
 class PromptGraphs:
     """Stands where a model runner has its graphs of prompts; the runner calls `can_run` and `replay`."""
 
-    def __init__(self, parts: Parts, rounds: RoundGraphs):
+    def __init__(self, parts: Parts, rounds: RoundGraphs, sizes: Sequence[int]):
+        """
+        Args:
+            sizes: rows of a pass, rising.
+        """
         self.parts, self.body, self.pool = parts, rounds.body, rounds.pool
-        self.runner = parts.target.runner
-        self.sizes = row_sizes()
+        self.runner, self.sizes = parts.target.runner, list(sizes)
         requests = min(MOST_REQUESTS, 2 * parts.max_requests)
         page_size = self.runner.page_size
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests)
@@ -160,15 +163,13 @@ class PromptGraphs:
     def _target(self, key: Key) -> CapturedTarget:
         inputs = self.inputs
         keys = SHORT_CONTEXT if key.short else inputs.page_table.shape[1] * self.runner.page_size
-        # Deterministic inference wants sums over keys in one order, whatever the batch.
-        single = key.short or is_batch_invariant_mode_enabled()
         attention = Fa3SideBySide(
             self.runner,
             inputs.cache_lengths,
             inputs.table_of(keys),
             inputs.ends,
             key.rows,
-            num_splits=1 if single else 0,
+            key.short,
         )
         return CapturedTarget(self.runner, attention, self.body)
 
@@ -213,6 +214,19 @@ class PromptGraphs:
         return shortest
 
 
-def row_sizes() -> list[int]:
-    """Rows for which a pass is captured: a part of a tile of a matrix product more costs next to nothing."""
-    return [*range(64, 1024, 64), *range(1024, MOST_ROWS + 1, 128)]
+def capture_prompts(parts: Parts, rounds: RoundGraphs) -> PromptGraphs | None:
+    """Graphs of prompts, where attention of rows side by side is there: FA3's."""
+    sizes = row_sizes(parts.target.runner.server_args.piecewise_cuda_graph_max_tokens)
+    if rounds.attention.target is not Fa3BlockAttention or not sizes:
+        return None
+    return PromptGraphs(parts, rounds, sizes)
+
+
+def row_sizes(most: int | None) -> list[int]:
+    """Rows for which a pass is captured: a part of a tile of a matrix product more costs next to nothing.
+
+    Args:
+        most: what the user allows, if anything.
+    """
+    sizes = [*range(64, 1024, 64), *range(1024, MOST_ROWS + 1, 128)]
+    return [size for size in sizes if most is None or size <= most]

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dflash.drawing.sampling import Sampling
-from sglang_dflash.gpu.fa3_attention import can_capture
+from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
@@ -55,6 +55,16 @@ class RoundRunner:
         prompt_graphs: PromptGraphs | None = None,
     ):
         self.parts, self.graphs, self.prompt_graphs = parts, graphs, prompt_graphs
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """What computes attention of blocks, by model, in the words of `--speculative-dflash-attention`."""
+        if self.graphs is None:
+            return dict.fromkeys(("target", "drafter"), BACKEND)
+        return {
+            "target": self.graphs.attention.target.name,
+            "drafter": self.graphs.attention.draft.name,
+        }
 
     def run(
         self,
@@ -121,18 +131,22 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     """
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
         return RoundRunner(parts)
-    from sglang_dflash.round.graphs import RoundGraphs, sizes_to_capture
-    from sglang_dflash.round.prompt_graphs import PromptGraphs
+    from sglang_dflash.round.graphs import Attention, RoundGraphs, sizes_to_capture
+    from sglang_dflash.round.prompt_graphs import capture_prompts
 
-    if not all(can_capture(model.runner) for model in (parts.draft, parts.target)):
-        logger.warning(
-            "DFLASH runs without CUDA graphs, which need a Hopper GPU or --attention-backend fa3, a target without "
-            "MLA, and a KV cache in its dtype."
+    attention = Attention(*(block_attention_of(m.runner) for m in (parts.draft, parts.target)))
+    if None in attention:
+        why = (
+            "as --speculative-dflash-attention backend asks"
+            if server_args.speculative_dflash_attention == BACKEND
+            else "because they need a target without MLA, with K and V in one pool of bfloat16, float16, float32 or "
+            "FP8, and heads of at most 256"
         )
+        logger.warning("DFLASH runs without CUDA graphs, %s.", why)
         return RoundRunner(parts)
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
-    rounds = RoundGraphs(parts, sizes, widths)
-    prompts = PromptGraphs(parts, rounds)
+    rounds = RoundGraphs(parts, attention, sizes, widths)
+    prompts = capture_prompts(parts, rounds)
     # Where the release's own graphs of prompts would be.
     parts.target.runner.piecewise_cuda_graph_runner = prompts
     return RoundRunner(parts, rounds, prompts)

@@ -69,6 +69,8 @@ class DFlashWorkerBase:
         self.parts = load_parts(server_args, target_worker, ranks)
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self.riding = Riding(server_args.speculative_dflash_prompt_slowdown, self.rounds)
+        # What the scheduler's arguments hold, /server_info tells.
+        server_args.dflash_attention = self.rounds.attention
         bound_requests(target_worker)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
@@ -78,11 +80,11 @@ class DFlashWorkerBase:
         if tp_rank == 0:
             report_memory(target_worker.model_runner, self.model_runner)
             logger.info(
-                "%s: drafter %s, blocks of %d, attention %s",
+                "%s: drafter %s, blocks of %d, attention of the target's %s, of the drafter's %s",
                 type(self).__name__,
                 server_args.speculative_draft_model_path,
                 self.width,
-                self.model_runner.server_args.attention_backend,
+                *self.rounds.attention.values(),
             )
         exempt = exempt_start_up()
         logger.info("%s objects of start-up are exempt from garbage collection", f"{exempt:,}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import check_weights
 from sglang_dflash.checkpoint.load import check_target, load_config
@@ -51,6 +53,14 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 # Backends that read K/V of context and block by the block's own rows, not causally.
 DRAFT_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
+# What --kv-cache-dtype may name beside the model's dtype.
+_KV_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
 
 def apply_dflash_arguments(args: ServerArgs) -> None:
     """Checks the arguments and fills in what follows from them; called once they are all parsed.
@@ -71,6 +81,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
         check_weights(config)
     _check_tensor_parallelism(args, config)
     _check_draft_backend(args)
+    _check_attention(args)
     _choose_worker(args)
 
     args.speculative_num_draft_tokens = block_size(args, config)
@@ -165,6 +176,13 @@ def _check_tensor_parallelism(args: ServerArgs, config: DraftConfig) -> None:
 def _check_draft_backend(args: ServerArgs) -> None:
     """The drafter uses its own flag, else the backend with which the target decodes."""
     backend = args.speculative_draft_attention_backend or args.attention_backend
+    if (
+        args.device == "cuda"
+        and backend not in DRAFT_BACKENDS
+        and not args.speculative_draft_attention_backend
+    ):
+        # What the target decodes with need not run the drafter, whose rounds in graphs have attention of their own.
+        args.speculative_draft_attention_backend = backend = "triton"
     if backend not in DRAFT_BACKENDS:
         flag = (
             "speculative-draft-attention-backend"
@@ -175,6 +193,25 @@ def _check_draft_backend(args: ServerArgs) -> None:
             f"--{flag} {backend} cannot run the drafter, whose attention is not causal: set "
             f"--speculative-draft-attention-backend to one of {', '.join(DRAFT_BACKENDS)}."
         )
+
+
+def _check_attention(args: ServerArgs) -> None:
+    """What computes attention in CUDA graphs; by default it is chosen when they are captured."""
+    asked = args.speculative_dflash_attention
+    if asked == "auto":
+        return
+    from sglang_dflash.gpu.choose_attention import BACKEND, CHOICES, FA3, why_not_fa3
+
+    flag = f"--speculative-dflash-attention {asked}"
+    if asked not in CHOICES:
+        raise DFlashError(f"{flag} does not exist: choose one of {', '.join(CHOICES)}.")
+    if asked != BACKEND and args.device != "cuda":
+        raise DFlashError(f"{flag} needs a GPU: leave it out.")
+    if asked == FA3:
+        dtype = args.get_model_config().dtype
+        kv_dtype = _KV_DTYPES.get(args.kv_cache_dtype, dtype)
+        if why := why_not_fa3(torch.cuda.get_device_capability(), dtype, kv_dtype):
+            raise DFlashError(f"{flag} cannot run here, because {why}: choose triton or auto.")
 
 
 def _choose_worker(args: ServerArgs) -> None:

@@ -57,11 +57,13 @@ def reduced(raw: dict, weights: Weights) -> Made:
     return config, weights | reduced_vocabulary(head(), ids)
 
 
-CASES: dict[str, tuple[Callable[[dict, Weights], Made], float]] = {
-    "own vocabulary": (own_vocabulary, 7.2),
-    "biases": (biases, 7.2),
-    "windows": (windows, 5.0),
-    "reduced": (reduced, 4.0),
+# What is changed, tokens of a round at least, and arguments.
+CASES: dict[str, tuple[Callable[[dict, Weights], Made], float, tuple[str, ...]]] = {
+    "own vocabulary": (own_vocabulary, 7.2, ()),
+    "biases": (biases, 7.2, ()),
+    "windows": (windows, 5.0, ()),
+    "windows triton": (windows, 5.0, ("--speculative-dflash-attention", "triton")),
+    "reduced": (reduced, 4.0, ()),
 }
 
 
@@ -70,15 +72,15 @@ CASES: dict[str, tuple[Callable[[dict, Weights], Made], float]] = {
 def test_format(
     case: str, worker: str, logs: Path, tmp_path: Path, plain: Server, prompts: list[str]
 ) -> None:
-    change, shortest = CASES[case]
+    change, shortest, arguments = CASES[case]
     raw = json.loads((DRAFTER / "config.json").read_text())
     config, weights = change(raw, load_file(DRAFTER / "model.safetensors"))
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({name: w.contiguous() for name, w in weights.items()}, tmp_path / "model.safetensors")
     path = ("--speculative-draft-model-path", str(tmp_path), "--reasoning-parser", "qwen3")
     log = logs / f"{case.replace(' ', '-')}-{worker}.log"
-    with running(log, *path, worker=worker) as server:
-        assert "graphs of whole rounds" in log.read_text(errors="replace")
+    with running(log, *path, *arguments, worker=worker) as server:
+        assert "DFLASH captured" in log.read_text(errors="replace")
         answers = server.generate_all(prompts[:PROBLEMS], concurrency=8)
         expected = plain.generate_all(prompts[:PROBLEMS], concurrency=8)
         for prompt, answer, reference in zip(prompts, answers, expected, strict=False):

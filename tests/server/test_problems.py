@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.checks import accept_length, assert_same
-from tests.server.harness import Server
+from tests.server.harness import DEVICE, Server
 
 PROBLEMS = [24, pytest.param(200, marks=pytest.mark.long)]
 MEASURED_ACCURACY, MARGIN = 0.999, 0.04  # the model card's figure
@@ -54,6 +54,14 @@ def test_one_answer(dflash: Server, prompts: list[str], problems: list[dict]) ->
     assert final_number(answer["text"]) == final_number(problems[0]["answer"])
     assert accept_length([answer]) > 4
     check_counts(answer["meta_info"])
+
+
+def test_attention_of_blocks_is_told(dflash: Server) -> None:
+    """In graphs by its name; without a GPU there are none."""
+    attention = dflash.info()["dflash_attention"]
+    assert set(attention) == {"target", "drafter"}
+    names = {"backend"} if DEVICE == "cpu" else {"fa3", "triton"}
+    assert set(attention.values()) <= names
 
 
 def test_one_at_a_time(

@@ -23,6 +23,22 @@ def pytest_pycollect_makemodule() -> None:
     choose_device()
 
 
+@pytest.fixture(autouse=True)
+def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of its loops are arrays of one element, which numpy 2.4 takes for no number."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[None]:
     """The process group that SGLang's tensor-parallel layers ask for."""

@@ -138,7 +138,14 @@ class TargetStub(nn.Module):
 class DraftRunner:
     """The draft model of a checkpoint with the release's pools and attention backend."""
 
-    def __init__(self, folder: Path, target: nn.Module, requests: int = 1, context: int = CONTEXT):
+    def __init__(
+        self,
+        folder: Path,
+        target: nn.Module,
+        requests: int = 1,
+        context: int = CONTEXT,
+        kv_dtype: torch.dtype = torch.float32,
+    ):
         hf_config = SimpleNamespace(dflash_checkpoint=str(folder), dflash_context_len=context)
         self.model = DFlashDraftModel(hf_config).eval()
         files = [str(file) for file in folder.glob("*.safetensors")]
@@ -148,7 +155,7 @@ class DraftRunner:
         self.token_to_kv_pool = MHATokenToKVPool(
             size=requests * context,
             page_size=1,
-            dtype=torch.float32,
+            dtype=kv_dtype,
             head_num=config.num_key_value_heads,
             head_dim=config.head_dim,
             layer_num=config.num_hidden_layers,

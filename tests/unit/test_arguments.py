@@ -42,6 +42,7 @@ def test_defaults() -> None:
     assert args.speculative_num_steps == 15
     assert args.speculative_eagle_topk == 1
     assert args.disable_overlap_schedule
+    assert arguments(speculative_dflash_attention="backend").speculative_dflash_attention
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,12 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
             "--speculative-draft-attention-backend trtllm_mha cannot run the drafter",
         ),
         ({"is_embedding": True}, "--is-embedding"),
+        (
+            {"speculative_dflash_attention": "triton"},
+            "--speculative-dflash-attention triton needs a GPU",
+        ),
+        ({"speculative_dflash_attention": "fa3"}, "--speculative-dflash-attention fa3 needs a GPU"),
+        ({"speculative_dflash_attention": "fa2"}, "--speculative-dflash-attention fa2 does not"),
     ],
 )
 def test_unsupported(changes: dict[str, Any], named: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from checkpoints.trainer.drafter import Drafter, DraftShape
 from checkpoints.trainer.modules import Shape
 from checkpoints.trainer.target import Target
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.tilings import Tilings
+from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from tests.unit import drafters
 from tests.unit.drafters import DraftRunner, TargetStub, zlab_config
 
@@ -44,6 +47,32 @@ def reference() -> tuple[Target, Drafter]:
 def save(folder: Path, drafter: Drafter) -> Path:
     weights = {name: weight.detach() for name, weight in drafter.state_dict().items()}
     return drafters.save(folder, zlab_config(), model=weights)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [True, False], ids=["layers", "attention"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_states_in_captured_blocks(tmp_path: Path, kv_dtype: torch.dtype, layers: bool) -> None:
+    """With attention and layers as graphs hold them, the draft model computes what it computes kernel by kernel."""
+    target, drafter = reference()
+    stub = TargetStub(target.embed_tokens.weight)
+    draft = DraftRunner(save(tmp_path, drafter), stub, 3, CONTEXT, kv_dtype)
+    starts, bonus = torch.tensor([1, 17, 90]), torch.tensor([5, 77, 200])
+    for row, start in enumerate(starts.tolist()):
+        draft.write_context(row, torch.randn(start, len(TAPS) * SHAPE.hidden_size))
+    expected = draft.draft_states(bonus, starts, BLOCK)
+    if layers:
+        draft.model.fuse(Tilings("CPU", 1, lambda *_: pytest.fail("nothing is to be timed")), None)
+        assert draft.model.fused is not None
+    lengths, table = (starts + BLOCK).int(), draft.req_to_token_pool.req_to_token
+    draft.attn_backend = TritonBlockAttention(
+        SimpleNamespace(page_size=1), lengths, table, BLOCK, causal=False, short=False
+    )
+    made = draft.draft_states(bonus, starts, BLOCK)
+    # What is rounded to FP8 may differ by a step where a sum of float32 does.
+    torch.testing.assert_close(
+        made, expected, atol=1e-4 if kv_dtype.itemsize == 4 else 1e-2, rtol=0
+    )
 
 
 @torch.no_grad()

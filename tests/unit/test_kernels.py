@@ -19,8 +19,9 @@ from sglang_dflash.gpu.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
-from sglang_dflash.gpu.kernels.skinny_matmul import TILINGS, Tiling, launch, product, product_swiglu
+from sglang_dflash.gpu.kernels.skinny_matmul import Tiling, launch
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
+from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.state import RequestState
 
@@ -127,24 +128,28 @@ def test_accept_of_nan() -> None:
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (32, 8, 128), (3, 1, 64)])
-def test_qk_norm_rope_store(q_heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(("parts", "normed"), [(1, True), (1, False), (3, True), (2, False)])
+def test_qk_norm_rope_store(
+    q_heads: int, kv_heads: int, dim: int, parts: int, normed: bool
+) -> None:
     n = 5
-    qkv = torch.randn(n, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
-    weights = torch.rand(2, dim, device=DEVICE)
+    qkv = torch.randn(parts, n, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+    weights = torch.rand(2, dim, device=DEVICE) if normed else (None, None)
     cos_sin = torch.randn(50, dim, device=DEVICE)
     positions = torch.randint(0, 50, (n,), device=DEVICE)
     slots = torch.randperm(20, device=DEVICE)[:n]
     caches = [torch.zeros(20, kv_heads, dim, device=DEVICE) for _ in range(4)]
-    arguments = (qkv, *weights, 1e-6, cos_sin, positions, slots)
+    arguments = (qkv if parts > 1 else qkv[0], *weights, 1e-6, cos_sin, positions, slots)
     q = qk_norm_rope_store(*arguments, *caches[:2])
     torch.testing.assert_close(q, qk_norm_rope_store_reference(*arguments, *caches[2:]))
     torch.testing.assert_close(caches[:2], caches[2:])
 
 
-def test_context_store() -> None:
+@pytest.mark.parametrize("normed", [True, False])
+def test_context_store(normed: bool) -> None:
     layers, kv_heads, dim, n = 3, 2, 64, 7
     kv = torch.randn(n, layers * 2 * kv_heads * dim, device=DEVICE)
-    norms = torch.rand(layers, dim, device=DEVICE)
+    norms = torch.rand(layers, dim, device=DEVICE) if normed else None
     cos_sin = torch.randn(40, dim, device=DEVICE)
     positions = torch.randint(0, 40, (n,), device=DEVICE)
     slots = torch.randperm(30, device=DEVICE)[:n]
@@ -153,7 +158,7 @@ def test_context_store() -> None:
         [[layer.data_ptr() for layer in cache] for cache in caches], dtype=torch.uint64
     ).to(DEVICE)
     context_store(kv, norms, 1e-6, cos_sin, positions, slots, *addresses, kv_heads)
-    expected = context_kv(kv, norms, 1e-6, cos_sin[positions], kv_heads, len(norms))
+    expected = context_kv(kv, norms, 1e-6, cos_sin[positions], kv_heads, layers)
     torch.testing.assert_close(caches[:, :, slots], torch.stack(expected))
     untouched = torch.ones(30, dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
@@ -220,22 +225,43 @@ def test_skinny_matmul(tiling: Tiling, rows: int) -> None:
         )
 
 
+def test_a_tiling_that_does_not_fit() -> None:
+    """What it would leave out, or cannot be compiled, is refused."""
+    tiling = Tiling(64, 128, 128, 2, 5, 4)
+    assert tiling.fits(4096, 12288)
+    assert not tiling.fits(4096 + 32, 12288) and not tiling.fits(4096, 12288 + 128)
+    assert not tiling.fits(4096, 128)  # a part is less than what is loaded first
+    assert not tiling._replace(rows=48).fits(4800, 12288)
+    assert not tiling._replace(parts=0).fits(4096, 12288)
+
+
+REAL = {key: tiling for found in KNOWN.values() for key, tiling in found.items()}
+# Of Qwen3-30B-A3B, and of Qwen3-8B on two GPUs.
+OTHERS = (
+    Key(5120, 2048, Kind.SUMMED),
+    Key(4096, 2048, Kind.WHOLE),
+    Key(6144, 4096, Kind.SWIGLU),
+)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the shapes of a real model need a GPU")
-@pytest.mark.parametrize("shape", TILINGS)
-def test_chosen_tilings(shape: tuple[int, int]) -> None:
-    """As they run: at 16 rows and less, and with more rows by cuBLAS."""
-    weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) / shape[1] ** 0.5
-    for rows in (2, 16, 17):
-        x = torch.randn(rows, shape[1], device=DEVICE, dtype=torch.bfloat16)
-        expected = x.float() @ weight.float().t()
-        y = product(x, weight)
-        assert (y.dim() == 3) == (rows <= 16 and TILINGS[shape].parts > 1)
-        whole = y.sum(0) if y.dim() == 3 else y
-        torch.testing.assert_close(whole.float(), expected, rtol=1e-2, atol=2e-2)
-        if TILINGS[shape].parts == 1:
-            torch.testing.assert_close(
-                product_swiglu(x, weight),
-                swiglu_reference(expected.to(torch.bfloat16)),
-                rtol=2e-2,
-                atol=2e-2,
-            )
+@pytest.mark.parametrize("key", [*REAL, *OTHERS], ids=str)
+def test_tilings_of_real_models(key: Key) -> None:
+    """As they run: at 16 rows and less."""
+    with_swiglu = key.kind is Kind.SWIGLU
+    weight = torch.randn(
+        key.size * (1 + with_swiglu), key.depth, device=DEVICE, dtype=torch.bfloat16
+    )
+    weight /= key.depth**0.5
+    known = [REAL[key]] if key in REAL else candidates(key, 132)
+    assert known
+    for tiling in known:
+        for rows in (2, 16):
+            x = torch.randn(rows, key.depth, device=DEVICE, dtype=torch.bfloat16)
+            expected = x.float() @ weight.float().t()
+            y = launch(x, weight, tiling, with_swiglu)
+            assert (y.dim() == 3) == (tiling.parts > 1)
+            whole = y.sum(0) if y.dim() == 3 else y
+            if with_swiglu:
+                expected = swiglu_reference(expected.to(torch.bfloat16)).float()
+            torch.testing.assert_close(whole.float(), expected, rtol=2e-2, atol=2e-2)

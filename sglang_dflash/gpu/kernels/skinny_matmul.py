@@ -3,7 +3,7 @@
 Weights are the left operand, so that the matrix unit's 64 rows are theirs. A program loads its first
 tile before it waits for the kernel before it: weights never depend on that one, and the memory stays
 busy from kernel to kernel. A product that is split over its inner dimension leaves its parts to the
-kernel after it (`add_norm`), and SwiGLU is applied where gate and up meet.
+kernels after it, which add them, and SwiGLU is applied where gate and up meet.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import linear
 
 from sglang_dflash.gpu.kernels.launch import starts_early
-from sglang_dflash.gpu.kernels.swiglu import swiglu
 
 MOST_ROWS = 16
 
@@ -32,14 +30,15 @@ class Tiling(NamedTuple):
     stages: int
     warps: int
 
-
-# By the shape of the weight: where an H200 was faster with it than with cuBLAS.
-TILINGS = {
-    (6144, 4096): Tiling(64, 128, 128, 1, 5, 4),  # Qwen3-8B: QKV
-    (4096, 4096): Tiling(64, 128, 128, 2, 5, 4),  # output of attention
-    (24576, 4096): Tiling(64, 64, 128, 1, 4, 4),  # gate and up
-    (4096, 12288): Tiling(64, 128, 128, 2, 5, 4),  # down
-}
+    def fits(self, size: int, depth: int) -> bool:
+        """Whether it cuts a product whole: `size` weight rows (of the gate alone) of `depth` columns."""
+        powers = (self.rows, self.columns, self.first, self.warps)
+        if min(self) < 1 or any(n & (n - 1) for n in powers):
+            return False
+        if size % self.rows or depth % self.parts:
+            return False
+        rest = depth // self.parts - self.first
+        return rest >= 0 and rest % self.columns == 0
 
 
 @triton.jit
@@ -105,8 +104,24 @@ def launch(
     """The kernel: [n, K] → [n, N], or [parts, n, N] float32 if the tiling has several parts.
 
     Args:
-        weight: [N, K], or [2 * N, K] with SwiGLU; N and K are multiples of what the tiling cuts.
+        x: of at most `MOST_ROWS` rows.
+        weight: [N, K], or [2 * N, K] with SwiGLU (the gate first), contiguous; the tiling fits it.
     """
+    grid, y, arguments, options = _call(x, weight, tiling, with_swiglu)
+    _skinny[grid](*arguments, **options)
+    return y
+
+
+def compile_only(x: torch.Tensor, weight: torch.Tensor, tiling: Tiling, with_swiglu: bool) -> None:
+    """Compiles what `launch` would run."""
+    grid, _, arguments, options = _call(x, weight, tiling, with_swiglu)
+    _skinny.warmup(*arguments, grid=grid, **options)
+
+
+def _call(
+    x: torch.Tensor, weight: torch.Tensor, tiling: Tiling, with_swiglu: bool
+) -> tuple[tuple[int], torch.Tensor, tuple, dict]:
+    """Grid, output, arguments and options of a launch."""
     rows, depth = x.shape
     size = weight.shape[0] // 2 if with_swiglu else weight.shape[0]
     if tiling.parts > 1:
@@ -114,11 +129,7 @@ def launch(
     else:
         y = x.new_empty(rows, size)
     early = starts_early(rows)
-    _skinny[(size // tiling.rows * tiling.parts,)](
-        x,
-        weight,
-        y,
-        rows,
+    options = dict(
         N=size,
         K=depth,
         ROWS=MOST_ROWS,
@@ -132,25 +143,4 @@ def launch(
         launch_pdl=early,
         num_warps=tiling.warps,
     )
-    return y
-
-
-def _tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
-    skinny = x.is_cuda and len(x) <= MOST_ROWS and x.dtype == weight.dtype == torch.bfloat16
-    return TILINGS.get(tuple(weight.shape)) if skinny else None
-
-
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T: [n, K] and [N, K], contiguous.
-
-    Returns:
-        [n, N] of the dtype of `x`, or the parts of it, [parts, n, N] float32, which `add_norm` adds.
-    """
-    tiling = _tiling(x, weight)
-    return linear(x, weight) if tiling is None else launch(x, weight, tiling, False)
-
-
-def product_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of x @ weight.T, whose first half is the gate: [n, K] and [2 * N, K] → [n, N]."""
-    tiling = _tiling(x, weight)
-    return swiglu(linear(x, weight)) if tiling is None else launch(x, weight, tiling, True)
+    return (size // tiling.rows * tiling.parts,), y, (x, weight, y, rows), options

@@ -1,0 +1,101 @@
+"""What takes the place of a model's attention backend while its blocks are captured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class BlockAttention(ABC):
+    """Attention of the blocks of one batch bucket, which waits for nothing that the host knows.
+
+    The release's backends prepare their metadata on the host before each replay, with lengths that only the result
+    of the round before tells. Here lengths and page table are filled in the graph.
+
+    Attributes:
+        name: as the flag calls it.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache_lengths: torch.Tensor,
+        page_table: torch.Tensor,
+        width: int,
+        causal: bool,
+        short: bool,
+    ):
+        """
+        Args:
+            cache_lengths: [bs] int32, keys of each request, its block included; filled each round.
+            page_table: [bs, pages] int32; filled each round.
+            causal: whether rows of a block see only what is before them.
+            short: whether the graph is for short contexts alone (`short_contexts_gain`).
+        """
+        self.runner, self.width, self.causal = runner, width, causal
+        self.cache_lengths, self.page_table = cache_lengths, page_table
+
+    @classmethod
+    def short_contexts_gain(cls, runner: ModelRunner, requests: int) -> bool:
+        """Whether so many requests have a graph of their own while their contexts are short."""
+        return False
+
+    def prepare(self) -> None:  # noqa: B027
+        """What all layers share, once a round; `cache_lengths` must be filled."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What a backend of the release does: [rows, heads * head_dim] → the same."""
+        pool = forward_batch.token_to_kv_pool
+        if save_kv_cache and k is not None:
+            slots = forward_batch.out_cache_loc
+            pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        heads = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        output = self.attend(heads, keys, values, layer, causal, **kwargs)
+        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: RadixAttention,
+        causal: bool,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Blocks over contexts and themselves.
+
+        Args:
+            q: [rows, heads, head_dim], contiguous.
+            keys, values: [slots, kv_heads, head_dim], of the pool.
+            sinks: [heads], scores of a key without a value.
+
+        Returns:
+            [rows, heads, v_head_dim] of the dtype of `q`.
+        """
+
+
+def window_of(layer: RadixAttention) -> int:
+    """Keys before itself that a row of a layer sees; -1 for all."""
+    return -1 if layer.sliding_window_size is None else layer.sliding_window_size

@@ -1,0 +1,88 @@
+"""Which attention a model's blocks get in graphs: by what the GPU can do and how K/V are stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.kernels.block_attention import FP8
+from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+AUTO, FA3, TRITON, BACKEND = CHOICES = ("auto", "fa3", "triton", "backend")
+
+HOPPER = 9  # compute capability that FA3 is written for
+LARGEST_HEAD = 256  # of both
+
+
+def why_not_fa3(capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """What FA3 lacks for a model, to stand behind "because"; empty if nothing.
+
+    Args:
+        capability: of the GPU.
+        dtype: of the model.
+        kv_dtype: of its K/V as they are stored.
+    """
+    if capability[0] != HOPPER:
+        return "this GPU is not a Hopper"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it does not compute in {_name(dtype)}"
+    if kv_dtype not in (dtype, torch.float8_e4m3fn):
+        return f"it does not read K/V in {_name(kv_dtype)}"
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def choose(
+    asked: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    decode_backend: str,
+) -> type[BlockAttention]:
+    """The attention of a model's blocks.
+
+    FA3 reads FP8 only beside queries that are rounded to FP8, as the release's own fa3 backend does. Where that is
+    what decodes, blocks must do the same to answer the same; other backends leave queries as they are, and so does
+    Triton's attention.
+
+    Args:
+        asked: `FA3`, `TRITON`, or `AUTO`.
+        decode_backend: with which the release decodes.
+    """
+    if asked == AUTO:
+        alike = kv_dtype not in FP8 or decode_backend == FA3
+        asked = FA3 if alike and not why_not_fa3(capability, dtype, kv_dtype) else TRITON
+    return Fa3BlockAttention if asked == FA3 else TritonBlockAttention
+
+
+def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:
+    """The attention of a model's blocks in graphs; None for the backend's own, kernel by kernel.
+
+    K and V lie in the pool alike whatever backend reads them, so what is chosen for prompts does not matter. Latents
+    of MLA are no such pool, nor are two pools side by side, of full and of sliding layers.
+    """
+    args, config = runner.server_args, runner.model_config
+    asked = args.speculative_dflash_attention
+    readable = {torch.bfloat16, torch.float16, torch.float32, *FP8}
+    if (
+        asked == BACKEND
+        or runner.use_mla_backend
+        or runner.is_hybrid_swa
+        or type(runner.token_to_kv_pool) is not MHATokenToKVPool
+        or runner.kv_cache_dtype not in readable
+        or max(config.head_dim, config.v_head_dim) > LARGEST_HEAD
+    ):
+        return None
+    _, decode_backend = args.get_attention_backends()
+    capability = torch.cuda.get_device_capability()
+    return choose(asked, capability, config.dtype, runner.kv_cache_dtype, decode_backend)

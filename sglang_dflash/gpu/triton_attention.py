@@ -1,0 +1,50 @@
+"""Attention of blocks with Triton, on every GPU that it compiles for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+
+from sglang_dflash.gpu.block_attention import BlockAttention, window_of
+from sglang_dflash.gpu.kernels.block_attention import block_attention
+from sglang_dflash.gpu.kernels.block_tiles import WHOLE
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+
+class TritonBlockAttention(BlockAttention):
+    """Reads K and V of any dtype beside queries of the model's."""
+
+    name = "triton"
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: RadixAttention,
+        causal: bool,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scaled = layer.k_scale is not None and keys.itemsize == 1
+        return block_attention(
+            q,
+            keys,
+            values,
+            self.page_table,
+            self.cache_lengths,
+            width=self.width,
+            page_size=self.runner.page_size,
+            scale=layer.scaling,
+            causal=causal,
+            window=window_of(layer),
+            cap=layer.logit_cap,
+            sinks=sinks,
+            k_scale=layer.k_scale_float if scaled else 1.0,
+            v_scale=layer.v_scale_float if scaled else 1.0,
+            # Deterministic inference wants sums over keys in one order, whatever the batch.
+            split=WHOLE if is_batch_invariant_mode_enabled() else None,
+        )

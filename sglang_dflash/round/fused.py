@@ -1,0 +1,102 @@
+"""Both models' layers in few launches, for rounds that are captured."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import nn
+
+from sglang_dflash.drafter.model import DFlashDraftModel
+from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.fused_attention import can_fuse
+from sglang_dflash.gpu.qwen3 import fuse_attention, unfuse_attention
+from sglang_dflash.gpu.rank_sums import open_rank_sums
+from sglang_dflash.gpu.targets import Body, fused_body
+from sglang_dflash.gpu.tiling_times import time_tilings
+from sglang_dflash.gpu.tilings import tilings_of_process
+from sglang_dflash.round.fused_check import Way, first_right, trial_blocks
+from sglang_dflash.round.parts import Parts
+
+logger = logging.getLogger(__name__)
+
+LAYERS, ATTENTION, RELEASE = "fused layers", "fused attention", "layers as the release runs them"
+
+
+def fuse_models(
+    parts: Parts,
+    draft_attention: type[BlockAttention],
+    target_attention: type[BlockAttention],
+    requests: int,
+    width: int,
+) -> Body | None:
+    """Fuses what can be fused of both models, and gives the right results; all ranks call it alike.
+
+    Args:
+        draft_attention, target_attention: what computes attention in rounds.
+        requests: the most that a round has.
+        width: the most rows of a block.
+
+    Returns:
+        The target but its head, as captured rounds run it; None for its own forward pass.
+    """
+    draft, target = parts.draft.runner, parts.target.runner
+    body = None
+    # Deterministic inference wants sums that do not depend on the batch; fused ones do.
+    if not is_batch_invariant_mode_enabled():
+        config = target.model_config
+        size = max(config.hidden_size, draft.model.draft.hidden_size)
+        ranks = open_rank_sums(size, requests * width, config.dtype)
+        tilings = tilings_of_process(time_tilings)
+        body = fused_body(target.model, tilings, ranks)
+        draft.model.fuse(tilings, ranks)
+    group, rest = get_tp_group(), (width, parts.context_len)
+    trials = trial_blocks(target, target_attention, True, *rest)
+    chosen = first_right("target", target_ways(target.model, body), trials, group)
+    trials = trial_blocks(draft, draft_attention, False, *rest)
+    drafting = first_right("drafter", draft_ways(draft.model), trials, group)
+    logger.info("DFLASH runs the target with %s, the drafter with %s", chosen.name, drafting.name)
+    return body if chosen.name == LAYERS else None
+
+
+def target_ways(model: nn.Module, body: Body | None) -> list[Way]:
+    """Ways to run a target, the one with the fewest launches first.
+
+    Args:
+        body: with its layers fused, where they can be.
+    """
+
+    def run(batch: ForwardBatch) -> list[torch.Tensor]:
+        made = model.model(batch.input_ids, batch.positions, batch)
+        return [made] if isinstance(made, torch.Tensor) else [made[0], *made[1]]
+
+    def run_fused(batch: ForwardBatch) -> list[torch.Tensor]:
+        states, taps = body(batch.input_ids, batch.positions, batch)
+        return [states, *taps]
+
+    ways = [Way(RELEASE, partial(unfuse_attention, model), run)]
+    if fuse_attention(model) > 0:
+        unfuse_attention(model)
+        ways.insert(0, Way(ATTENTION, partial(fuse_attention, model), run))
+    if body is not None:
+        ways.insert(0, Way(LAYERS, partial(unfuse_attention, model), run_fused))
+    return ways
+
+
+def draft_ways(model: DFlashDraftModel) -> list[Way]:
+    """Likewise for the drafter, whose layers `fuse` has fused if they can be."""
+    layers = model.fused
+
+    def run(batch: ForwardBatch) -> list[torch.Tensor]:
+        return [model.draft_states(batch.input_ids, batch.positions, batch)]
+
+    ways = [Way(RELEASE, partial(model.use, None, False), run)]
+    if any(can_fuse(layer.self_attn) for layer in model.layers):
+        ways.insert(0, Way(ATTENTION, partial(model.use, None, True), run))
+    if layers is not None:
+        ways.insert(0, Way(LAYERS, partial(model.use, layers, True), run))
+    return ways

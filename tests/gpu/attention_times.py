@@ -1,0 +1,131 @@
+"""Times of attention of blocks, FA3's and Triton's: `python -m tests.gpu.attention_times`.
+
+Microseconds of a layer, in a graph of eight with K/V of their own, for Qwen3-8B's heads and blocks of 16. With
+`--tiles 64,64,8,2 …` (rows, keys, warps, stages) Triton is timed with these, too, instead of its own table's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
+from sglang_dflash.gpu.kernels.block_tiles import TILES, Tile
+from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+
+HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 32, 8, 128, 16, 8
+LONGEST = 40_960
+
+
+class Blocks:
+    """Blocks of random queries over random contexts.
+
+    Attributes:
+        layers: of the model; they are not causal where the draft model's are not.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        causal: bool = True,
+        page_size: int = 1,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        layers: int = LAYERS,
+        longest: int = LONGEST,
+    ):
+        """
+        Args:
+            lengths: keys of each request, its block included.
+        """
+        torch.manual_seed(0)
+        self.causal, self.page_size, self.longest = causal, page_size, longest
+        config = SimpleNamespace(
+            num_attention_heads=HEADS, head_dim=DIM, get_num_kv_heads=lambda tp_size: KV_HEADS
+        )
+        self.runner = SimpleNamespace(
+            page_size=page_size, tp_size=1, kv_cache_dtype=kv_dtype, model_config=config
+        )
+        pages = -(-max(lengths) // page_size)
+        size = len(lengths) * pages * page_size
+        self.pool = MHATokenToKVPool(
+            size, page_size, kv_dtype, KV_HEADS, DIM, layers, "cuda", enable_memory_saver=False
+        )
+        for i in range(layers):
+            for cache in self.pool.get_kv_buffer(i):
+                cache.copy_(torch.randn(cache.shape, device="cuda", dtype=torch.bfloat16))
+        table = 1 + torch.randperm(len(lengths) * pages, device="cuda").view(len(lengths), pages)
+        self.page_table = torch.zeros(
+            len(lengths), -(-longest // page_size), dtype=torch.int32, device="cuda"
+        )
+        self.page_table[:, :pages] = table
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        kind = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
+        self.layers = [
+            RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, i, attn_type=kind)
+            for i in range(layers)
+        ]
+        self.q = torch.randn(len(lengths) * WIDTH, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
+
+    def attention(self, kind: type[BlockAttention]) -> BlockAttention:
+        """As a graph for such contexts has it."""
+        short = int(self.lengths.max()) <= SHORT_CONTEXT
+        short = short and kind.short_contexts_gain(self.runner, len(self.lengths))
+        pages = -(-(SHORT_CONTEXT if short else self.longest) // self.page_size)
+        table = self.page_table[:, :pages]
+        return kind(self.runner, self.lengths, table, WIDTH, self.causal, short)
+
+    def run(self, attention: BlockAttention) -> torch.Tensor:
+        """A round of all layers; what the last gives."""
+        batch = SimpleNamespace(token_to_kv_pool=self.pool)
+        attention.prepare()
+        for layer in self.layers:
+            y = attention.forward(self.q, None, None, layer, batch)
+        return y
+
+    def microseconds(self, kind: type[BlockAttention], replays: int = 50) -> float:
+        """Of one layer."""
+        attention, graph = self.attention(kind), torch.cuda.CUDAGraph()
+        self.run(attention)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self.run(attention)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1000 / replays / len(self.layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[200, 1000, 4000])
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--not-causal", action="store_true")
+    parser.add_argument("--tiles", nargs="+", default=[])
+    options = parser.parse_args()
+    tiles = [Tile(*map(int, tile.split(","))) for tile in options.tiles]
+    own = TILES[DIM]
+    for requests in options.requests:
+        for context in options.contexts:
+            blocks = Blocks([context + WIDTH] * requests, not options.not_causal, options.page_size)
+            fa3 = blocks.microseconds(Fa3BlockAttention)
+            line = f"{requests} × {context}: fa3 {fa3:.1f} µs"
+            for tile in (None, *tiles):
+                TILES[DIM] = own if tile is None else (tile,)
+                triton = blocks.microseconds(TritonBlockAttention)
+                name = "" if tile is None else f" {','.join(map(str, tile))}"
+                line += f", triton{name} {triton:.1f} ({triton / fa3:.2f} ×)"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Attention of blocks compiled for GPUs that are not here: `TRITON_INTERPRET=0 python -m tests.unit.compiled`.
+
+Triton's interpreter runs what its compiler refuses. Prints the shared memory of each program, which must fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
+from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
+
+# Compute capability → shared memory that a program may have: A100, RTX 4090, H200.
+MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+KV_HEADS, GROUP, WIDTH = 8, 4, 16
+ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    (90, "bf16", {}),
+    (90, "bf16", {"DIM": 80, "WINDOW": 100, "HAS_CAP": True, "HAS_SINKS": True}),
+    (80, "fp32", {"CAUSAL": False, "PAGE_SIZE": 64, "FORMAT": "e5m2"}),
+    (89, "bf16", {"DIM": 256, "FORMAT": "e4m3"}),
+]
+
+
+def compiled(kernel: Any, capability: int, constants: dict, types: dict[str, str], warps: int):
+    """A kernel with the aligned pointers that tensors have."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
+
+
+def attention(capability: int, dtype: str, changes: dict[str, Any]) -> int:
+    """Compiles both launches; the shared memory of the larger."""
+    options = dict(DIM=128, PAGE_SIZE=1, CAUSAL=True, WINDOW=-1, HAS_CAP=False, HAS_SINKS=False)
+    options |= {"FORMAT": ""} | changes
+    dim, early = options["DIM"], capability >= 90
+    tile = choose_tile(dim, WIDTH * GROUP, ITEMSIZE[dtype], MEMORY[capability])
+    shared = dict(
+        WIDTH=WIDTH,
+        KV_HEADS=KV_HEADS,
+        GROUP=GROUP,
+        V_DIM=dim,
+        V_DIM_POW2=triton.next_power_of_2(dim),
+        WINDOW=options["WINDOW"],
+        KEYS=tile.keys,
+        LONGEST=LONG,
+        EARLY=early,
+    )
+    constants = shared | options
+    constants |= dict(ROWS=tile.rows, STAGES=tile.stages, DIM_POW2=triton.next_power_of_2(dim))
+    if not options["HAS_SINKS"]:
+        constants["sinks_ptr"] = None
+    numbers = "*u8" if options["FORMAT"] else f"*{dtype}"
+    types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), numbers)
+    types |= dict.fromkeys(("parts_ptr", "weights_ptr", "sinks_ptr"), "*fp32")
+    types |= dict.fromkeys(("page_table_ptr", "lengths_ptr"), "*i32")
+    types |= dict.fromkeys(("page_table_stride", "fill", "most"), "i32")
+    types |= dict.fromkeys(("scale", "cap", "v_scale"), "fp32")
+    first = compiled(_attend, capability, constants, types, tile.warps)
+    second = compiled(_combine, capability, shared | dict(MOST=16, ROWS=2), types, 4)
+    return max(first.metadata.shared, second.metadata.shared)
+
+
+def main() -> None:
+    for capability, dtype, changes in CASES:
+        used = attention(capability, dtype, changes)
+        print(capability, dtype, changes, f"{used:,} bytes", flush=True)
+        assert used <= MEMORY[capability]
+
+
+if __name__ == "__main__":
+    main()

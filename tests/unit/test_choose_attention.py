@@ -1,0 +1,60 @@
+"""Which attention blocks get: by GPU, dtypes, what decodes, and the flag."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.gpu.choose_attention import choose, why_not_fa3
+from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+
+AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
+BF16, FP32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton", "trtllm_mha"])
+@pytest.mark.parametrize("capability", [AMPERE, ADA, HOPPER, BLACKWELL])
+def test_by_gpu(capability: tuple[int, int], backend: str) -> None:
+    """Not by the backend's name."""
+    expected = Fa3BlockAttention if capability == HOPPER else TritonBlockAttention
+    assert choose("auto", capability, BF16, BF16, backend) is expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "backend", "expected"),
+    [
+        (BF16, E4M3, "fa3", Fa3BlockAttention),
+        (BF16, E4M3, "flashinfer", TritonBlockAttention),
+        (BF16, E4M3, "triton", TritonBlockAttention),
+        (BF16, E5M2, "triton", TritonBlockAttention),
+        (BF16, E5M2, "fa3", TritonBlockAttention),
+        (FP32, FP32, "flashinfer", TritonBlockAttention),
+        (torch.float16, BF16, "fa3", TritonBlockAttention),
+    ],
+)
+def test_by_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, backend: str, expected: type) -> None:
+    assert choose("auto", HOPPER, dtype, kv_dtype, backend) is expected
+
+
+def test_as_asked() -> None:
+    assert choose("triton", HOPPER, BF16, BF16, "fa3") is TritonBlockAttention
+    assert choose("fa3", HOPPER, BF16, E4M3, "flashinfer") is Fa3BlockAttention
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kv_dtype", "named"),
+    [
+        (AMPERE, BF16, BF16, "this GPU is not a Hopper"),
+        (BLACKWELL, BF16, BF16, "this GPU is not a Hopper"),
+        (HOPPER, FP32, FP32, "it does not compute in float32"),
+        (HOPPER, BF16, E5M2, "it does not read K/V in float8_e5m2"),
+        (HOPPER, BF16, E4M3, ""),
+        (HOPPER, BF16, BF16, ""),
+    ],
+)
+def test_why_not_fa3(
+    capability: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype, named: str
+) -> None:
+    assert why_not_fa3(capability, dtype, kv_dtype) == named
