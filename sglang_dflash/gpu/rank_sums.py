@@ -1,7 +1,7 @@
 """Sums over the ranks of a tensor-parallel group, with the residual sum and the norm that follow.
 
-Where it is asked for and the ranks reach each other's memory, all of it is one kernel (`kernels/sum_add_norm.py`); else, or where
-there is too much to write it to every rank, the release sums and our kernel does the rest.
+Where it is asked for and the ranks reach each other's memory, all of it is one kernel (`kernels/sum_add_norm.py`);
+else, or where there is too much to write it to every rank, the release sums and our kernel does the rest.
 """
 
 from __future__ import annotations
