@@ -129,7 +129,11 @@ def first_right(
         if not why:
             return way
         logger.warning(
-            "DFLASH runs the %s with %s instead of %s, because %s.", whose, other.name, way.name, why
+            "DFLASH runs the %s with %s instead of %s, because %s.",
+            whose,
+            other.name,
+            way.name,
+            why,
         )
     plain.use()
     return plain
@@ -162,7 +166,9 @@ def _why_not(
     return f"rows of hidden states were {off}"
 
 
-def difference(made: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
+def difference(
+    made: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> tuple[float, float]:
     """How far rows ([rows, hidden] each) are from what is expected, relative to their length.
 
     Returns:

@@ -128,9 +128,7 @@ def raises(*_):
         (raises, "it raised RuntimeError('no kernel image')"),
     ],
 )
-def test_what_is_wrong_is_not(
-    change: Callable, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_wrong_is_not(change: Callable, why: str, caplog: pytest.LogCaptureFixture) -> None:
     """One sentence says so; what remains is right."""
     target = Target()
     body = target.body
@@ -195,7 +193,9 @@ def test_a_drafter(draft: DraftRunner, caplog: pytest.LogCaptureFixture) -> None
     assert first_right("drafter", draft_ways(model), trials, group).name == ATTENTION
     assert model.fused is None and all(layer.self_attn.fuses for layer in model.layers)
     (said,) = warnings(caplog)
-    assert said.startswith(f"DFLASH runs the drafter with {ATTENTION} instead of {LAYERS}, because ")
+    assert said.startswith(
+        f"DFLASH runs the drafter with {ATTENTION} instead of {LAYERS}, because "
+    )
 
 
 def test_difference() -> None:
