@@ -58,7 +58,6 @@ class TrialBlocks:
         self.runner, self.pool = runner, runner.token_to_kv_pool
         device, page_size = self.pool.device, runner.page_size
         pages = -(-width // page_size)
-        requests = max(1, min(requests, self.pool.size // page_size // pages))
         table = 1 + torch.arange(requests * pages, device=device).view(requests, pages)
         row = torch.arange(width, device=device)  # the first page is for padding
         slots = (table[:, row // page_size] * page_size + row % page_size).flatten()
@@ -101,14 +100,16 @@ class TrialBlocks:
 def trial_blocks(
     runner: ModelRunner, attention: type[BlockAttention], causal: bool, width: int, context_len: int
 ) -> list[TrialBlocks]:
-    """What a model is tried on.
+    """What a model is tried on, as far as its pool has room.
 
     Args:
         width: rows of a block.
     """
+    room = runner.token_to_kv_pool.size // runner.page_size // -(-width // runner.page_size)
     return [
         TrialBlocks(runner, attention, causal, requests, width, context_len)
         for requests in _REQUESTS
+        if requests <= room
     ]
 
 
