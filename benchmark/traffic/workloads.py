@@ -19,7 +19,15 @@ FILES = {
     name: (f"{name}.jsonl", *(["test.jsonl"] * (name == "chat")), f"workloads/{name}.jsonl")
     for name in ("chat", "gsm8k", "long-prompt", "reasoning")
 }
-KINDS = ("greedy", "sampled", "mixed")
+# What greedy requests ask besides: each is work for the server, and leaves the answer as it is.
+ASKED = {
+    "logprobs": {"logprobs": 5},
+    "penalties": {"frequency_penalty": 1e-6},
+    "grammar": {"regex": "(.|\\n)*"},
+}
+# Every how many-th request is sampled.
+_SAMPLED = {"sampled": 1, "mixed": 2, "ninth": 9}
+KINDS = ("greedy", *_SAMPLED, *ASKED)
 # Where no answer is known, and beyond what the longest known one has.
 UNKNOWN_TOKENS = 1024
 SLACK = 2
@@ -77,8 +85,9 @@ class Workload:
         return f"{text}, cut at {self.max_tokens}"
 
     def is_greedy(self, kind: str, index: int) -> bool:
-        """Whether prompt `index` of the pool is answered greedily; every other one is, if mixed."""
-        return kind == "greedy" or (kind == "mixed" and index % 2 == 0)
+        """Whether prompt `index` of the pool is answered greedily."""
+        every = _SAMPLED.get(kind)
+        return every is None or (index + 1) % every > 0
 
     def bodies(
         self,
@@ -99,7 +108,7 @@ class Workload:
         }
         if stream:
             common |= {"stream": True, "stream_options": {"include_usage": True}}
-        greedy = common | {"temperature": 0.0}
+        greedy = common | {"temperature": 0.0} | ASKED.get(kind, {})
         drawn = common | sampling.fields()
         return [
             orjson.dumps((greedy if self.is_greedy(kind, i) else drawn) | {"prompt": prompt})
