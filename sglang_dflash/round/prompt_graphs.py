@@ -31,7 +31,8 @@ from sglang_dflash.round.target import TargetRows
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS, MOST_REQUESTS = 2048, 128
+MOST_ROWS = 2048  # of prompts alone
+PROMPT_ROWS, PROMPTS = 512, 64  # beside the most blocks that a round has
 GIB = 1 << 30
 _TIMES = 3  # of which the shortest counts
 
@@ -62,8 +63,7 @@ class PromptGraphs:
         """
         self.parts, self.body, self.pool = parts, rounds.body, rounds.pool
         self.runner, self.sizes = parts.target.runner, list(sizes)
-        requests = min(MOST_REQUESTS, 2 * parts.max_requests)
-        page_size = self.runner.page_size
+        requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests)
         self._hidden: torch.Tensor | None = None
         self._blocks: Blocks | None = None
@@ -115,7 +115,7 @@ class PromptGraphs:
         Args:
             slowdown: how much longer the target's pass may take, as a part of what it takes without.
         """
-        if block_rows > self.sizes[-1]:
+        if block_rows >= self.sizes[-1]:
             return 0
         alone = self.times[bisect.bisect_left(self.sizes, block_rows)]
         within = bisect.bisect_right(self.times, alone * (1 + slowdown))
@@ -216,17 +216,20 @@ class PromptGraphs:
 
 def capture_prompts(parts: Parts, rounds: RoundGraphs) -> PromptGraphs | None:
     """Graphs of prompts, where attention of rows side by side is there: FA3's."""
-    sizes = row_sizes(parts.target.runner.server_args.piecewise_cuda_graph_max_tokens)
+    most = parts.target.runner.server_args.piecewise_cuda_graph_max_tokens
+    sizes = row_sizes(rounds.sizes[-1] * rounds.widths[-1], most)
     if rounds.attention.target is not Fa3BlockAttention or not sizes:
         return None
     return PromptGraphs(parts, rounds, sizes)
 
 
-def row_sizes(most: int | None) -> list[int]:
+def row_sizes(block_rows: int, most: int | None) -> list[int]:
     """Rows for which a pass is captured: a part of a tile of a matrix product more costs next to nothing.
 
     Args:
+        block_rows: the most that a round has.
         most: what the user allows, if anything.
     """
-    sizes = [*range(64, 1024, 64), *range(1024, MOST_ROWS + 1, 128)]
+    end = max(MOST_ROWS, block_rows + PROMPT_ROWS)
+    sizes = [*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, end + 1, 256)]
     return [size for size in sizes if most is None or size <= most]

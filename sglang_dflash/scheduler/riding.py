@@ -37,14 +37,18 @@ class Riding:
         self._prompts: ScheduleBatch | None = None
         self._done: GenerationBatchResult | None = None
 
-    def board(self, scheduler: Scheduler) -> ScheduleBatch | None:
-        """The decode batch that runs beside the prompts that were just chosen, prepared for its round.
+    def board(self, scheduler: Scheduler, prompts: ScheduleBatch) -> ScheduleBatch | None:
+        """The decode batch that runs beside prompts that were just chosen, prepared for its round.
 
         None if there is none, or if it has to wait for a result: it then decodes in the next step.
         """
         batch = scheduler.running_batch
         living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
         if not self.slowdown or not living or batch.is_prefill_only:
+            return None
+        blocks, rows = len(living) * scheduler.draft_worker.width, prompts.extend_num_tokens
+        graphs = self._rounds.prompt_graphs
+        if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
             return None
         pending = batch.is_spec_v2 and scheduler.result_queue
         if pending and needs_history(batch.reqs[i] for i in living):
@@ -60,13 +64,12 @@ class Riding:
         whole = size is None or scheduler.truncation_align_size is not None
         if not self.slowdown or not living or whole:
             return size
-        return min(size, self._prompt_rows(living * scheduler.draft_worker.width))
-
-    def _prompt_rows(self, block_rows: int) -> int:
-        graphs = self._rounds.prompt_graphs
+        blocks, graphs = living * scheduler.draft_worker.width, self._rounds.prompt_graphs
         if graphs is None:
-            return max(_LEAST_ROWS, int(block_rows * self.slowdown))
-        return max(_LEAST_ROWS, graphs.prompt_rows(block_rows, self.slowdown))
+            return min(size, max(_LEAST_ROWS, int(blocks * self.slowdown)))
+        if not graphs.holds(blocks + _LEAST_ROWS, living + 1):
+            return size
+        return min(size, max(_LEAST_ROWS, graphs.prompt_rows(blocks, self.slowdown)))
 
     def run(
         self, scheduler: Scheduler, riders: ScheduleBatch, prompts: ScheduleBatch
