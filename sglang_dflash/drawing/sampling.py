@@ -45,6 +45,7 @@ class Sampling:
         reqs: the requests; their `output_ids` are only read for what `needs_history` names.
         drawing: which of them ask for more than the likeliest token; of all, if one wants to know something of
             its rows.
+        drafts: of the round, on their way to the host, if it is going to read them.
     """
 
     info: SamplingBatchInfo
@@ -55,6 +56,7 @@ class Sampling:
     return_logprob: bool
     top_logprobs_nums: list[int]
     token_ids_logprobs: list[list[int] | None]
+    drafts: OnItsWay | None = None
 
     @classmethod
     def of(cls, batch: ScheduleBatch | ModelWorkerBatch, detect_nan: bool) -> Sampling | None:
@@ -90,6 +92,18 @@ class Sampling:
             token_ids_logprobs=batch.token_ids_logprobs or [None] * bs,
         )
 
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether the host reads the drafts, for masks and what custom processors find."""
+        return self.has_grammar or self.info.has_custom_logit_processor
+
+    def after(self, drafts: torch.Tensor) -> Sampling:
+        """The same for a round of these drafts ([bs, width - 1] int64), before the target runs them.
+
+        What the host makes of them it then makes while the target runs.
+        """
+        return replace(self, drafts=OnItsWay(drafts)) if self.reads_drafts else self
+
     def draw(
         self,
         sampler: Sampler,
@@ -113,7 +127,7 @@ class Sampling:
         drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
         for part in parts:
             at, rows = rows_of(part, 1, drafts.device), rows_of(part, width, drafts.device)
-            output, info = logits(rows), self.rows(part, at, drafts[at], width)
+            info, output = self.rows(part, at, drafts[at], width), logits(rows)
             not_finite = take_out(output.next_token_logits)
             info.apply_logits_bias(output.next_token_logits)
             tokens = sampler(
@@ -142,7 +156,9 @@ class Sampling:
         """
         info, reqs = self.info, [self.reqs[i] for i in part]
         additive = scaling = mask = apply_mask = None
-        on_host = drafts.tolist() if self.has_grammar or info.has_custom_logit_processor else []
+        on_host = []
+        if self.reads_drafts:
+            on_host = drafts.tolist() if self.drafts is None else self.drafts.rows(part)
         if any(map(is_penalized, reqs)):
             additive, scaling = row_penalties(reqs, drafts, info.vocab_size)
         grammars = [req.grammar for req in reqs] if self.has_grammar else None
@@ -181,6 +197,26 @@ class Sampling:
             for i in range(width)
         ]
         return {"custom_logit_processor": processors, "custom_params": params}
+
+
+class OnItsWay:
+    """Numbers that are copied to the host while the device goes on."""
+
+    def __init__(self, values: torch.Tensor):
+        """
+        Args:
+            values: [n, m].
+        """
+        self._values, self._done = values.to("cpu", non_blocking=True), None
+        if values.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def rows(self, wanted: list[int]) -> list[list[int]]:
+        """Some of the rows, once they are there."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [self._values[i].tolist() for i in wanted]
 
 
 def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int) -> None:

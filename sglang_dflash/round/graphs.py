@@ -158,8 +158,9 @@ class RoundGraphs:
         Args:
             sampling: how to draw, kernel by kernel; None for the likeliest tokens.
         """
-        self.propose(key, rows)
+        _, draft_tokens = self.propose(key, rows)
         graphs, batch_size = self._graphs[key], len(rows)
+        sampling = sampling and sampling.after(draft_tokens)
         graphs.verify.replay()
         if sampling is not None:
             return accept_blocks(self.parts, graphs.blocks.first(batch_size), sampling)

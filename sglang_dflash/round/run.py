@@ -116,6 +116,7 @@ class RoundRunner:
             prefill: runs the prompts.
         """
         round, draft_tokens = self.graphs.propose(self.graphs.key(start_bounds, width), rows)
+        sampling = sampling and sampling.after(draft_tokens)
         round = replace(round, start_bounds=start_bounds)
         self.prompt_graphs.board(SideBlocks(round, draft_tokens))
         result = prefill()

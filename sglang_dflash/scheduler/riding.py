@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
-_LEAST_ROWS = 64  # of prompts, which a round takes along however short it is
+_LEAST_ROWS = 64  # of prompts, or a page, which a round takes along however short it is
 
 
 class Riding:
@@ -65,11 +65,12 @@ class Riding:
         if not self.slowdown or not living or whole:
             return size
         blocks, graphs = living * scheduler.draft_worker.width, self._rounds.prompt_graphs
+        least = max(_LEAST_ROWS, scheduler.page_size)
         if graphs is None:
-            return min(size, max(_LEAST_ROWS, int(blocks * self.slowdown)))
-        if not graphs.holds(blocks + _LEAST_ROWS, living + 1):
+            return min(size, max(least, int(blocks * self.slowdown)))
+        if not graphs.holds(blocks + least, living + 1):
             return size
-        return min(size, max(_LEAST_ROWS, graphs.prompt_rows(blocks, self.slowdown)))
+        return min(size, max(least, graphs.prompt_rows(blocks, self.slowdown)))
 
     def run(
         self, scheduler: Scheduler, riders: ScheduleBatch, prompts: ScheduleBatch
