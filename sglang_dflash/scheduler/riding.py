@@ -16,6 +16,7 @@ from sglang.srt.utils import ceil_align
 
 from sglang_dflash.drawing.sampling import needs_history
 from sglang_dflash.round.run import RoundRunner
+from sglang_dflash.scheduler.ending import leave_out_ending
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
@@ -43,14 +44,18 @@ class Riding:
         None if there is none, or if it has to wait for a result: it then decodes in the next step.
         """
         batch = scheduler.running_batch
+        pending = batch.is_spec_v2 and scheduler.result_queue
+        if not self.slowdown or batch.is_prefill_only:
+            return None
+        if pending:
+            leave_out_ending(batch)
         living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
-        if not self.slowdown or not living or batch.is_prefill_only:
+        if not living:
             return None
         blocks, rows = len(living) * scheduler.draft_worker.width, prompts.extend_num_tokens
         graphs = self._rounds.prompt_graphs
         if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
             return None
-        pending = batch.is_spec_v2 and scheduler.result_queue
         if pending and needs_history(batch.reqs[i] for i in living):
             return None
         if not _leaves_enough(scheduler, batch.new_tokens_required_next_decode(living)):

@@ -16,6 +16,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_dflash.drawing.sampling import needs_history
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
+from sglang_dflash.scheduler.ending import leave_out_ending
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
@@ -48,12 +49,14 @@ class DFlashWorkerV2(DFlashWorkerBase):
         would have served.
 
         Args:
-            batch: the next decode batch; its lookahead shrinks if the answer is yes.
+            batch: the next decode batch. Requests for which a round would be in vain leave it; its lookahead
+                shrinks if the answer is yes.
         """
-        living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
-        if needs_history(batch.reqs[i] for i in living):
+        leave_out_ending(batch)
+        living = range(len(batch.reqs))
+        if needs_history(batch.reqs):
             reason = HISTORY
-        elif living and not batch.check_decode_mem(living):
+        elif living and not batch.check_decode_mem():
             reason = SLOTS
         else:
             return False

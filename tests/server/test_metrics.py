@@ -55,6 +55,17 @@ def test_rounds(dflash: Server, prompts: list[str]) -> None:
         assert moved["accepted_at_position_total", own] == expected
 
 
+def test_no_round_in_vain_where_the_end_is_known(dflash: Server, prompts: list[str]) -> None:
+    """A limit that the pending result reaches in any case: with the prefill, or with one token more."""
+    before = counted(dflash)
+    for prompt in prompts[60:64]:
+        whole = dflash.generate(prompt, max_new_tokens=1)["output_ids"]
+        assert len(whole) == 1
+    dflash.check_idle()
+    moved = counted(dflash) - before
+    assert moved["rounds_in_vain_total", ""] == moved["rounds_total", ""] == 0
+
+
 def test_aborted(dflash: Server, prompts: list[str]) -> None:
     """Rounds count until the abort; those that were under way then count no more than in the answer."""
     before = counted(dflash)
