@@ -21,7 +21,7 @@ from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_dflash.drafter.context_kv import write_context
-from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
+from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.round import stages
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
@@ -33,12 +33,14 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 2048  # of prompts alone
 PROMPT_ROWS, PROMPTS = 512, 64  # beside the most blocks that a round has
+PATIENCE = 16  # rounds after which all prompts that wait should be through
+SHORT_TABLE = 8192  # keys of a page table that is made in no time
 GIB = 1 << 30
 _TIMES = 3  # of which the shortest counts
 
 
 class Key(NamedTuple):
-    """What a graph was captured for: how many rows, and whether contexts are short."""
+    """What a graph was captured for: how many rows, and whether a short page table holds all contexts."""
 
     rows: int
     short: bool
@@ -109,25 +111,28 @@ class PromptGraphs:
         self._last, hidden = last.rows, self._hidden[first : first + prompt_rows]
         return self._last.head.after_prompts(batch, hidden, self._last.lm_head)
 
-    def prompt_rows(self, block_rows: int, slowdown: float) -> int:
+    def prompt_rows(self, block_rows: int, slowdown: float, backlog: int) -> int:
         """Rows of prompts that a round over so many rows takes along.
 
         Args:
             slowdown: how much longer the target's pass may take, as a part of what it takes without.
+            backlog: rows of all prompts that wait; if there are many, they are through after `PATIENCE` rounds
+                all the same.
         """
         if block_rows >= self.sizes[-1]:
             return 0
         alone = self.times[bisect.bisect_left(self.sizes, block_rows)]
         within = bisect.bisect_right(self.times, alone * (1 + slowdown))
-        return max(0, self.sizes[within - 1] - block_rows)
+        rows = max(self.sizes[within - 1] - block_rows, backlog // PATIENCE)
+        return min(rows, self.sizes[-1] - block_rows)
 
     def _key(self, size: int, longest: int) -> Key:
-        short = Key(size, longest <= SHORT_CONTEXT)
+        short = Key(size, longest <= SHORT_TABLE)
         return short if short in self._graphs else Key(size, False)
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
-        long = SHORT_CONTEXT < self.parts.context_len
+        long = SHORT_TABLE < self.parts.context_len
         return [
             Key(size, short)
             for size in reversed(self.sizes)
@@ -162,14 +167,13 @@ class PromptGraphs:
 
     def _target(self, key: Key) -> CapturedTarget:
         inputs = self.inputs
-        keys = SHORT_CONTEXT if key.short else inputs.page_table.shape[1] * self.runner.page_size
+        keys = SHORT_TABLE if key.short else inputs.page_table.shape[1] * self.runner.page_size
         attention = Fa3SideBySide(
             self.runner,
             inputs.cache_lengths,
             inputs.table_of(keys),
             inputs.ends,
             key.rows,
-            key.short,
         )
         return CapturedTarget(self.runner, attention, self.body)
 

@@ -75,7 +75,7 @@ class Riding:
             return min(size, max(least, int(blocks * self.slowdown)))
         if not graphs.holds(blocks + least, living + 1):
             return size
-        return min(size, max(least, graphs.prompt_rows(blocks, self.slowdown)))
+        return min(size, max(least, graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler))))
 
     def run(
         self, scheduler: Scheduler, riders: ScheduleBatch, prompts: ScheduleBatch
@@ -124,3 +124,11 @@ def _leaves_enough(scheduler: Scheduler, slots: int) -> bool:
         slots += ceil_align(rest, scheduler.page_size)
     evict_from_tree_cache(scheduler.tree_cache, slots)
     return scheduler.token_to_kv_pool_allocator.available_size() >= slots
+
+
+def _backlog(scheduler: Scheduler) -> int:
+    """Rows of prompts that wait; those that the prefix cache has are among them."""
+    rows = sum(len(req.origin_input_ids) + len(req.output_ids) for req in scheduler.waiting_queue)
+    if (req := scheduler.chunked_req) is not None:
+        rows += len(req.origin_input_ids) + len(req.output_ids) - len(req.fill_ids)
+    return rows
