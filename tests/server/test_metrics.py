@@ -20,7 +20,7 @@ def counted(server: Server) -> Counter[tuple[str, str]]:
             if sample.name.startswith("sglang:dflash_"):
                 own = [
                     sample.labels[name]
-                    for name in ("position", "reason", "le")
+                    for name in ("position", "reason", "le", "way")
                     if name in sample.labels
                 ]
                 values[sample.name.removeprefix("sglang:dflash_"), "".join(own)] += sample.value
