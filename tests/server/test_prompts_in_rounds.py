@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from tests.server import harness
 from tests.server.checks import accept_length, assert_same, assert_speculated, counted
 from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, generate_body, in_long, running
+from tests.server.riders import LENGTHS, RIDERS, SHORT, decoding, ran
 
 LAUNCHER = ("tests.server.eager_passes",)
 # A few sizes of passes: each is run once when the server starts.
@@ -22,9 +21,6 @@ ARGUMENTS = (
     *("--context-length", "2048", "--reasoning-parser", "qwen3"),
     *("--piecewise-cuda-graph-max-tokens", "320"),
 )
-LENGTHS = (1, 15, 16, 17, 100, 333, 1500)  # of prompts; blocks have 16 rows, pages 1 or 16
-RIDERS = {"max_new_tokens": 400, "ignore_eos": True}
-SHORT = {"max_new_tokens": 40, "ignore_eos": True}
 LAST, *OTHERS = reversed([(worker, page) for worker in CHOSEN_WORKERS for page in ("1", "16")])
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu/test_prompts.py does this")
 
@@ -57,32 +53,14 @@ def pool(server: Server, plain: Server, prompts: list[str]) -> Iterator[ThreadPo
     server.check_idle()
 
 
-@contextmanager
-def decoding(
-    server: Server, pool: ThreadPoolExecutor, prompts: list[str], **sampling: Any
-) -> Iterator[list[dict]]:
-    """Requests that decode meanwhile; their answers are there when they have ended."""
-    answers: list[dict] = []
-    streams = [server.stream(prompt, **sampling) for prompt in prompts]
-    for stream in streams:
-        next(stream)
-    asked = [pool.submit(list, stream) for stream in streams]
-    yield answers
-    answers += [each.result()[-1] for each in asked]
-
-
-def ran(server: Server) -> Counter[str]:
-    """Tokens of prompts, by way."""
-    counts = counted(server).items()
-    return Counter({way: n for (name, way), n in counts if name == "prompt_rows_total"})
-
-
 def test_lengths(server: Server, plain: Server, ids: list[int], pool: ThreadPoolExecutor) -> None:
     """All at once, the longest in chunks."""
     asked = [ids[20 * i :][:length] for i, length in enumerate(LENGTHS)]
-    expected, before = plain.references(asked, **SHORT), ran(server)
+    before = ran(server)
     answers = list(pool.map(lambda prompt: server.generate(prompt, **SHORT), asked))
-    assert ran(server) - before == {"in_rounds": sum(LENGTHS)}
+    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    assert cached < 20 and ran(server) - before == {"in_rounds": sum(LENGTHS) - cached}
+    expected = plain.references(asked, **SHORT)
     for answer, reference in zip(answers, expected, strict=True):
         assert_same(answer, reference)
         assert_speculated(answer)
@@ -92,9 +70,9 @@ def test_prefixes(server: Server, plain: Server, ids: list[int], pool: ThreadPoo
     """What the radix cache has is not run again, neither by the target nor by the drafter."""
     begin = ids[300:1000]
     asked = [[*begin, *ids[30 * i :][:n]] for i, n in enumerate((1, 20, 80, 200))]
-    expected = plain.references(asked, **SHORT)
     server.generate(begin, max_new_tokens=2)
     answers = list(pool.map(lambda prompt: server.generate(prompt, **SHORT), asked))
+    expected = plain.references(asked, **SHORT)
     for answer, reference in zip(answers, expected, strict=True):
         assert answer["meta_info"]["cached_tokens"] >= len(begin) // 16 * 16
         assert_same(answer, reference)
@@ -110,8 +88,8 @@ def test_log_probabilities_of_prompts(
         | {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
         for i, (length, start) in enumerate([(17, 0), (100, 40), (333, 0)])
     ]
-    expected = [plain.post("/generate", body).json() for body in asked]
     answers = list(pool.map(lambda body: server.post("/generate", body).json(), asked))
+    expected = [plain.post("/generate", body).json() for body in asked]
     for answer, reference in zip(answers, expected, strict=True):
         assert_same(answer, reference)
         for field in ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs"):
