@@ -27,7 +27,7 @@ from sglang_dflash.scheduler.width import width_policy, widths
 from sglang_dflash.serving.acceptance_watch import AcceptanceWatch
 from sglang_dflash.serving.admission import bound_requests
 from sglang_dflash.serving.memory import pool_bytes, report_memory
-from sglang_dflash.serving.metrics import round_metrics
+from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, round_metrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -100,8 +100,10 @@ class DFlashWorkerBase:
 
     def prefill(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Runs prompts, or a chunk of one; or gives what a round made of them that took them along."""
-        result = self.riding.take()
-        return prefill(self.parts, self.target_worker, batch) if result is None else result
+        if (result := self.riding.take()) is not None:
+            return result
+        self.metrics.ran_prompts(batch.extend_num_tokens, ALONE)
+        return prefill(self.parts, self.target_worker, batch)
 
     def run_round(self, batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> RoundResult:
         """Launches a round over a decode batch whose slots are reserved.
@@ -116,6 +118,7 @@ class DFlashWorkerBase:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             result, done = self.rounds.run_with_prompts(rows, bounds, width, sampling, run)
             self.riding.done(done)
+            self.metrics.ran_prompts(prompts.extend_num_tokens, IN_ROUNDS)
         else:
             ends = zip(batch.reqs, starts, strict=True)
             cut = any(start + width > slot_limit(req) for req, start in ends)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+# How the target ran tokens of prompts: in the same pass as a round's blocks, or in one of their own.
+IN_ROUNDS, ALONE = "in_rounds", "alone"
+
 # Name, kind, what it counts, and labels beside those of the server.
 METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sglang:dflash_rounds_total": (
@@ -49,6 +52,11 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Counter",
         "Drafted tokens that requests took, by position of the block.",
         ("position",),
+    ),
+    "sglang:dflash_prompt_rows_total": (
+        "Counter",
+        "Tokens of prompts that the target ran, by way: in_rounds or alone.",
+        ("way",),
     ),
     "sglang:dflash_draft_kv_used_tokens": (
         "Gauge",
@@ -133,6 +141,14 @@ class RoundMetrics:
         self._child("draft_kv_used_tokens").set(used)
         self._child("draft_kv_used_bytes").set(used * self._slot)
 
+    def ran_prompts(self, rows: int, way: str) -> None:
+        """The target runs so many tokens of prompts.
+
+        Args:
+            way: `IN_ROUNDS` or `ALONE`.
+        """
+        self._add("prompt_rows", rows, way=way)
+
     def fell_back(self, reason: str) -> None:
         """A round could not take the fast way."""
         self._add("fallbacks", 1, reason=reason)
@@ -146,6 +162,8 @@ class NoMetrics:
     """Without `--enable-metrics`."""
 
     def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None: ...
+
+    def ran_prompts(self, rows: int, way: str) -> None: ...
 
     def fell_back(self, reason: str) -> None: ...
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from tests.server.harness import DEVICE, TARGET, Server
@@ -91,3 +93,18 @@ def inside_a_span(server: Server, prompt: Any, ids: list[int], first: int = 2) -
         if unique and rounds(server, prompt, index + 1) == rounds(server, prompt, index + 3):
             return index
     raise AssertionError("no round committed three tokens of which the first is unique")
+
+
+def counted(server: Server) -> Counter[tuple[str, str]]:
+    """Values of DFlash's metrics by name and own label."""
+    values: Counter[tuple[str, str]] = Counter()
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("sglang:dflash_"):
+                own = [
+                    sample.labels[name]
+                    for name in ("position", "reason", "le", "way")
+                    if name in sample.labels
+                ]
+                values[sample.name.removeprefix("sglang:dflash_"), "".join(own)] += sample.value
+    return values

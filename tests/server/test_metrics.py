@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from tests.server.checks import counted
 from tests.server.harness import DEVICE, Server, events, generate_body, running
 
 WIDTH = 16
-
-
-def counted(server: Server) -> Counter[tuple[str, str]]:
-    """Values of DFlash's metrics by name and own label."""
-    values: Counter[tuple[str, str]] = Counter()
-    for family in text_string_to_metric_families(server.get("/metrics").text):
-        for sample in family.samples:
-            if sample.name.startswith("sglang:dflash_"):
-                own = [
-                    sample.labels[name]
-                    for name in ("position", "reason", "le")
-                    if name in sample.labels
-                ]
-                values[sample.name.removeprefix("sglang:dflash_"), "".join(own)] += sample.value
-    return values
 
 
 def test_rounds(dflash: Server, prompts: list[str]) -> None:

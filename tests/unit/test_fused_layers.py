@@ -52,6 +52,7 @@ def test_as_the_release_computes(name: str) -> None:
     assert fused_difference(name, None) < ROUNDING
 
 
+@pytest.mark.long  # what ranks sum up is tested in test_rank_sums.py, too
 def test_on_two_ranks() -> None:
     """Each product's parts summed up once, in each way: residuals, taps and K/V are those of the release."""
     command = [sys.executable, "-m", "tests.unit.test_fused_layers", str(free_port())]

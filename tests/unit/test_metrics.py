@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
 from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS
-from sglang_dflash.serving.metrics import METRICS
+from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, METRICS, NoMetrics, RoundMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana" / "dflash.json").read_text())
@@ -58,8 +60,23 @@ def test_documentation() -> None:
         name: (kind.capitalize(), (label,) if label else ()) for name, kind, label in rows
     }
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
-    for reason in (NO_GRAPH, HISTORY, SLOTS):
+    for reason in (NO_GRAPH, HISTORY, SLOTS, IN_ROUNDS, ALONE):
         assert f"| `{reason}` |" in text
     requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()
     refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))
     assert refusals and all(f"| `{reason}` |" in text for reason in refusals)
+
+
+def test_rows_of_prompts() -> None:
+    """Counted by way, under the labels of the server; nothing at all is counted without metrics."""
+    draft = SimpleNamespace(
+        token_to_kv_pool_allocator=None, token_to_kv_pool=SimpleNamespace(size=8)
+    )
+    args = SimpleNamespace(speculative_num_draft_tokens=4)
+    metrics = RoundMetrics(args, {"model_name": "rows of prompts"}, draft, 1)
+    for rows, way in ((30, IN_ROUNDS), (5, ALONE), (12, IN_ROUNDS), (0, ALONE)):
+        metrics.ran_prompts(rows, way)
+        NoMetrics().ran_prompts(rows, way)
+    for way, expected in ((IN_ROUNDS, 42), (ALONE, 5)):
+        labels = {"model_name": "rows of prompts", "way": way}
+        assert REGISTRY.get_sample_value("sglang:dflash_prompt_rows_total", labels) == expected

@@ -1,0 +1,150 @@
+"""A server that runs prompts in rounds on a CPU: `python -m tests.server.eager_passes --model-path …`.
+
+What a GPU replays from a CUDA graph is computed each time, with attention written out instead of FA3's kernel. All
+else is what a GPU runs: who rides, what is put side by side, the target's pass over it, and what is made of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.round import prompt_graphs
+from sglang_dflash.round.graphs import Attention
+from sglang_dflash.round.opened import Round
+from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.prompt_graphs import Key, PromptGraphs, row_sizes
+from sglang_dflash.round.propose import propose
+from sglang_dflash.round.run import RoundRunner
+from sglang_dflash.round.stages import accept_blocks, run_models
+
+
+class SideBySideAttention(BlockAttention):
+    """What `Fa3SideBySide` computes: each request's rows over all of its keys, causal."""
+
+    name = "written out"
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache_lengths: torch.Tensor,
+        page_table: torch.Tensor,
+        ends: torch.Tensor,
+        rows: int,
+        short: bool,
+    ):
+        super().__init__(runner, cache_lengths, page_table, rows, causal=True, short=short)
+        self.ends = ends
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: RadixAttention,
+        causal: bool,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out, page_size, ends = torch.zeros_like(q), self.runner.page_size, self.ends.tolist()
+        for request, length in enumerate(self.cache_lengths.tolist()):
+            begin, end = ends[request : request + 2]
+            if begin == end:
+                continue
+            key = torch.arange(length)
+            slots = self.page_table[request, key // page_size] * page_size + key % page_size
+            seen = key <= (length - end + torch.arange(begin, end))[:, None]
+            given = (x.transpose(0, 1) for x in (q[begin:end], keys[slots], values[slots]))
+            attended = F.scaled_dot_product_attention(
+                *given, attn_mask=seen, scale=layer.scaling, enable_gqa=True
+            )
+            out[begin:end] = attended.transpose(0, 1)
+        return out
+
+
+class EagerRounds:
+    """Stands for `RoundGraphs`: a round of any number of requests, kernel by kernel."""
+
+    body = pool = None
+    attention = Attention(SideBySideAttention, SideBySideAttention)
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+
+    def key(self, start_bounds: torch.Tensor, width: int) -> int:
+        return width
+
+    def replay(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Any:
+        parts = self.parts
+        blocks = run_models(parts, self._open(width, rows), parts.draft, parts.target)
+        return accept_blocks(parts, blocks, sampling)
+
+    def propose(self, width: int, rows: torch.Tensor) -> tuple[Round, torch.Tensor]:
+        round = self._open(width, rows)
+        return round, propose(self.parts.draft, round)
+
+    def _open(self, width: int, rows: torch.Tensor) -> Round:
+        """Nothing that a graph reads tells how long contexts are at most."""
+        parts, bounds = self.parts, torch.full((len(rows),), self.parts.context_len)
+        return Round.open(
+            parts.state, rows, bounds, width, parts.req_to_token, parts.context_len, cut=True
+        )
+
+
+class EagerPass:
+    """Stands for `Captured` and for the graph in it."""
+
+    def __init__(self, passes: EagerPasses, key: Key):
+        self.graph, self._run = self, lambda: passes._run(key, target)
+        target = passes._target(key)
+        passes.inputs.clear(key.rows)
+        self.replay()
+
+    def replay(self) -> None:
+        self.rows = self._run()
+
+
+class EagerPasses(PromptGraphs):
+    def _capture_all(self) -> None:
+        self._graphs = {key: EagerPass(self, key) for key in self._keys()}
+
+    def _measure(self) -> list[float]:
+        """A pass takes as long as it has rows."""
+        return list(map(float, self.sizes))
+
+
+def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
+    """Stands for `sglang_dflash.round.run.capture`."""
+    rounds = EagerRounds(parts)
+    passes = EagerPasses(parts, rounds, row_sizes(server_args.piecewise_cuda_graph_max_tokens))
+    parts.target.runner.piecewise_cuda_graph_runner = passes
+    return RoundRunner(parts, rounds, passes)
+
+
+def run_scheduler(*arguments: Any, **more: Any) -> Any:
+    """Stands for SGLang's `run_scheduler_process`, in the process that it runs in."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from sglang_dflash.scheduler import base
+
+    base.capture, prompt_graphs.Fa3SideBySide = capture, SideBySideAttention
+    return run_scheduler_process(*arguments, **more)
+
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        launch_server(prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

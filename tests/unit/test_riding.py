@@ -1,0 +1,232 @@
+"""Who rides beside prompts, and how many rows of prompts a round takes along."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+from sglang_dflash.round.prompt_graphs import MOST_ROWS, PromptGraphs, row_sizes
+from sglang_dflash.round.run import RoundRunner
+from sglang_dflash.scheduler.draft_input import DFlashDraftInput
+from sglang_dflash.scheduler.riding import Riding
+
+WIDTH, SIZE = 8, 200
+
+
+def request(**fields: Any) -> SimpleNamespace:
+    own = dict(
+        origin_input_ids=[0] * 20,
+        output_ids=[0],
+        fill_ids=[0] * 20,
+        kv_committed_len=20,
+        kv_allocated_len=20,
+        sampling_params=SimpleNamespace(
+            max_new_tokens=100,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            min_new_tokens=0,
+            logit_bias=None,
+        ),
+        grammar=None,
+        custom_logit_processor=None,
+        finished=lambda: False,
+    )
+    return SimpleNamespace(**own | fields)
+
+
+def done() -> SimpleNamespace:
+    return request(finished=lambda: True)
+
+
+def world(*reqs: SimpleNamespace, **fields: Any) -> SimpleNamespace:
+    """A scheduler that decodes `reqs`, over an empty pool of the release's."""
+    allocator = TokenToKVPoolAllocator(SIZE, torch.float32, "cpu", None, need_sort=False)
+    params = CacheInitParams(
+        disable=True, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=1
+    )
+    spec_info = DFlashDraftInput(lookahead=WIDTH)
+    batch = SimpleNamespace(
+        reqs=list(reqs),
+        is_prefill_only=False,
+        is_spec_v2=True,
+        new_tokens_required_next_decode=lambda living: spec_info.slots_required(
+            [reqs[i] for i in living], 1
+        ),
+    )
+    own = dict(
+        running_batch=batch,
+        result_queue=[],
+        chunked_req=None,
+        page_size=1,
+        tree_cache=ChunkCache(params),
+        token_to_kv_pool_allocator=allocator,
+        truncation_align_size=None,
+        draft_worker=SimpleNamespace(width=WIDTH),
+        prepared=[],
+    )
+    scheduler = SimpleNamespace(**own | fields)
+
+    def update_running_batch(given: SimpleNamespace) -> SimpleNamespace:
+        scheduler.prepared.append(given)
+        return given
+
+    scheduler.update_running_batch = update_running_batch
+    return scheduler
+
+
+def riding(slowdown: float = 0.25, prompt_graphs: PromptGraphs | None = None) -> Riding:
+    return Riding(slowdown, RoundRunner(None, None, prompt_graphs))
+
+
+def boards(scheduler: SimpleNamespace, slowdown: float = 0.25) -> bool:
+    """Whether those that decode ride; they are prepared for their round just then."""
+    batch = riding(slowdown).board(scheduler)
+    assert scheduler.prepared == ([] if batch is None else [scheduler.running_batch])
+    return batch is not None
+
+
+def test_those_that_decode_ride() -> None:
+    assert boards(world(request(), done()))
+
+
+def test_nobody_rides() -> None:
+    """Without requests that decode, and where the user wants prompts to run alone."""
+    assert not boards(world())
+    assert not boards(world(done()))
+    assert not boards(world(request()), slowdown=0)
+    scheduler = world(request())
+    scheduler.running_batch.is_prefill_only = True
+    assert not boards(scheduler)
+
+
+def test_who_needs_history_waits_for_a_pending_result() -> None:
+    constrained = request(grammar=object())
+    assert boards(world(constrained))
+    assert not boards(world(request(), constrained, result_queue=[None]))
+    assert boards(world(request(), result_queue=[None]))
+    ended = request(grammar=object(), finished=lambda: True)
+    assert boards(world(request(), ended, result_queue=[None]))
+    waits_anyway = world(constrained, result_queue=[None])
+    waits_anyway.running_batch.is_spec_v2 = False
+    assert boards(waits_anyway)
+
+
+def test_slots_for_the_round() -> None:
+    for left, rides in ((2 * WIDTH, True), (2 * WIDTH - 1, False)):
+        scheduler = world(request(), request(), done())
+        scheduler.token_to_kv_pool_allocator.alloc(SIZE - left)
+        assert boards(scheduler) == rides
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_slots_for_the_rest_of_a_prompt(page_size: int) -> None:
+    """The next chunks of a prompt are sure of theirs."""
+    prompt = request(origin_input_ids=[0] * 90, output_ids=[], fill_ids=[0] * 40)
+    rest = {1: 50, 16: 64}[page_size]
+    for left, rides in ((WIDTH + rest, True), (WIDTH + rest - 1, False)):
+        scheduler = world(request(), chunked_req=prompt, page_size=page_size)
+        scheduler.token_to_kv_pool_allocator.alloc(SIZE - left)
+        assert boards(scheduler) == rides
+
+
+def timed(sizes: list[int], times: list[float]) -> PromptGraphs:
+    """Graphs that were captured elsewhere, and how long they take."""
+    graphs = object.__new__(PromptGraphs)
+    graphs.sizes, graphs.times = sizes, times
+    graphs.inputs = SimpleNamespace(most=4)
+    return graphs
+
+
+GRAPHS = timed([64, 128, 192, 256], [1.0, 1.1, 1.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("block_rows", "slowdown", "rows"),
+    [
+        (8, 0.05, 56),  # what the smallest pass has room for costs nothing
+        (8, 0.1, 120),
+        (8, 0.49, 120),
+        (8, 0.5, 184),
+        (8, 9.0, 248),
+        (64, 0.05, 0),
+        (65, 0.05, 63),
+        (256, 9.0, 0),
+        (257, 9.0, 0),
+    ],
+)
+def test_prompt_rows(block_rows: int, slowdown: float, rows: int) -> None:
+    assert GRAPHS.prompt_rows(block_rows, slowdown) == rows
+
+
+def test_holds() -> None:
+    assert GRAPHS.holds(256, 4)
+    assert not GRAPHS.holds(257, 4) and not GRAPHS.holds(256, 5)
+
+
+def test_row_sizes() -> None:
+    sizes = row_sizes(None)
+    assert sizes[0] == 64 and sizes[-1] == MOST_ROWS == 2048
+    assert sizes == sorted(set(sizes)) and {960, 1024, 1152} < set(sizes)
+    assert row_sizes(4096) == sizes
+    assert row_sizes(200) == [64, 128, 192]
+    assert row_sizes(63) == []
+
+
+@pytest.mark.parametrize(
+    ("graphs", "slowdown", "rows"),
+    [
+        (GRAPHS, 0.1, 112),  # of 128, of which two blocks take 16
+        (GRAPHS, 0.01, 64),  # 48 are left, but no chunk is shorter
+        (None, 0.25, 64),
+        (None, 10.0, 160),
+    ],
+)
+def test_chunk_size(graphs: PromptGraphs | None, slowdown: float, rows: int) -> None:
+    """So many rows of prompts as the blocks that are there let pass."""
+    scheduler = world(request(), request(), done())
+    assert riding(slowdown, graphs).chunk_size(scheduler, 4096) == rows
+    assert riding(slowdown, graphs).chunk_size(scheduler, 40) == 40
+
+
+def test_chunks_as_the_release_takes_them() -> None:
+    """Where nobody decodes, where prompts run alone, and where they must not be cut elsewhere."""
+    assert riding().chunk_size(world(done()), 4096) == 4096
+    assert riding(0).chunk_size(world(request()), 4096) == 4096
+    assert riding().chunk_size(world(request()), None) is None
+    assert riding().chunk_size(world(request(), truncation_align_size=64), 4096) == 4096
+
+
+def test_a_result_is_taken_once() -> None:
+    """What a round made of prompts belongs to the step that asks for it, and to no later one."""
+    ridden, result = riding(), object()
+    assert ridden.take() is None
+    ridden.done(result)
+    assert ridden.take() is result and ridden.take() is None
+
+
+def test_a_round_that_fails_forgets_its_prompts() -> None:
+    """No later round takes them along."""
+    ridden, prompts = riding(), SimpleNamespace(input_embeds=None)
+
+    def fails(batch: object) -> None:
+        assert ridden._prompts is prompts
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ridden.run(SimpleNamespace(run_batch=fails), SimpleNamespace(), prompts)
+    assert ridden.prompts_for(torch.tensor([20]), WIDTH) is None
+
+
+def test_prompts_without_graphs() -> None:
+    """Prompts of embeddings, and those of a server without graphs, have a pass of their own."""
+    for embeds in (None, torch.zeros(1)):
+        ridden = riding()
+        ridden._prompts = SimpleNamespace(input_embeds=embeds, input_ids=[0], reqs=[request()])
+        assert ridden.prompts_for(torch.tensor([20]), WIDTH) is None

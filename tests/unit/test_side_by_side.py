@@ -1,0 +1,166 @@
+"""Blocks and prompts side by side: what a pass reads of each row is that row's own request, and no further."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dflash.round.opened import Round
+from sglang_dflash.round.side_by_side import Blocks, SideBySide
+from sglang_dflash.round.state import RequestState
+
+CONTEXT, OWNERS, MOST, ROWS, WIDTH = 96, 6, 5, 64, 4
+# Requests by row of the table: committed tokens of those that decode; prefix and rows of prompts.
+DECODING = {4: 30, 0: 17}
+PROMPTS = {2: (0, 9), 5: (16, 1), 1: (32, 20)}
+CUT = (4, 32)  # row of the table, and the length beyond which it has no slots
+
+
+class World:
+    """A table in which every request has slots, and buffers to fill."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        pages = 1 + torch.randperm(OWNERS * CONTEXT // page_size)  # the first is for padding
+        slots = pages[:, None] * page_size + torch.arange(page_size)
+        self.table = slots.view(OWNERS, CONTEXT).to(torch.int32)
+        row, length = CUT
+        self.table[row, length:] = 0
+        self.inputs = SideBySide(self.table, page_size, ROWS, MOST)
+
+    def blocks(self) -> Blocks:
+        rows, lengths = torch.tensor(list(DECODING)), torch.tensor(list(DECODING.values()))
+        state = RequestState(OWNERS, "cpu")
+        state.start(rows, 100 + rows, lengths)
+        round = Round.open(state, rows, lengths + WIDTH, WIDTH, self.table, CONTEXT)
+        return Blocks(round, 200 + torch.arange(len(rows) * (WIDTH - 1)).view(-1, WIDTH - 1))
+
+    def prompts(self) -> SimpleNamespace:
+        """The fields of a forward batch that are read."""
+        rows, spans = list(PROMPTS), [range(a, a + n) for a, n in PROMPTS.values()]
+        at = [(row, i) for row, span in zip(rows, spans, strict=True) for i in span]
+        return SimpleNamespace(
+            batch_size=len(rows),
+            input_ids=torch.arange(300, 300 + len(at)),
+            positions=torch.tensor([i for _, i in at]),
+            out_cache_loc=torch.tensor([int(self.table[row, i]) for row, i in at]),
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor([a + n for a, n in PROMPTS.values()]),
+            extend_seq_lens_cpu=[n for _, n in PROMPTS.values()],
+        )
+
+    def seen(self) -> list[tuple[int, int, list[int]]]:
+        """Of each row of requests: token, position, and slots of the keys that a causal reader gives it."""
+        inputs = self.inputs
+        inputs.look_up(inputs.page_table)
+        found = []
+        for request in range(MOST + 1):
+            begin, end = inputs.ends[request : request + 2].tolist()
+            for row in range(begin, end):
+                key = torch.arange(int(inputs.cache_lengths[request]) - (end - 1 - row))
+                pages = inputs.page_table[request, key // self.page_size]
+                slots = pages * self.page_size + key % self.page_size
+                found.append((int(inputs.tokens[row]), int(inputs.positions[row]), slots.tolist()))
+        return found
+
+
+def own_keys(world: World, row: int, position: int) -> list[int]:
+    """Slots of a request's tokens up to a position, as the table has them; those of pages are whole."""
+    slots = world.table[row, : position + 1].clone()
+    if world.page_size > 1 and row == CUT[0]:
+        first = slots[:: world.page_size, None] + torch.arange(world.page_size)
+        slots = first.flatten()[: position + 1]
+    return slots.tolist()
+
+
+@pytest.fixture(params=[1, 16])
+def world(request: pytest.FixtureRequest) -> World:
+    torch.manual_seed(0)
+    return World(request.param)
+
+
+def expected_blocks(world: World) -> list[tuple[int, int, list[int]]]:
+    rows = []
+    for number, (row, start) in enumerate(DECODING.items()):
+        drafts = [200 + number * (WIDTH - 1) + i for i in range(WIDTH - 1)]
+        for i, token in enumerate([100 + row, *drafts]):
+            rows.append((token, start + i, own_keys(world, row, start + i)))
+    return rows
+
+
+def expected_prompts(world: World) -> list[tuple[int, int, list[int]]]:
+    spans = [(row, a + i) for row, (a, n) in PROMPTS.items() for i in range(n)]
+    return [(300 + k, at, own_keys(world, row, at)) for k, (row, at) in enumerate(spans)]
+
+
+def test_blocks_and_prompts(world: World) -> None:
+    """Twice, the second time after others; a row sees its own request's tokens up to itself."""
+    blocks, prompts, inputs = world.blocks(), world.prompts(), world.inputs
+    rows = blocks.rows + len(prompts.input_ids)
+    size = 48
+    assert (blocks.rows, rows, blocks.longest) == (8, 38, 30 + 2 * WIDTH)
+    for buffer in (inputs.tokens, inputs.positions, inputs.slots, inputs.page_table):
+        buffer.fill_(77)  # what an earlier pass left
+    inputs.fill(size, blocks, prompts)
+    seen = world.seen()
+    assert seen[:rows] == expected_blocks(world) + expected_prompts(world)
+    # Each row's K/V go where it is looked for; rows that are cut off have no slot.
+    cut = [row[1] >= CUT[1] and row[0] in (201, 202) for row in seen[:rows]]
+    assert sum(cut) == 2
+    for slot, gone, row in zip(inputs.slots.tolist(), cut, seen, strict=False):
+        assert slot == (0 if gone else row[2][-1])
+    # Rows that fill the pass up are a request's of their own, which reads and writes slot 0 alone.
+    assert len(seen) == size and inputs.ends[-1] == size
+    assert not inputs.slots[rows:size].any() and not inputs.positions[rows:size].any()
+    last = len(DECODING) + len(PROMPTS)
+    assert inputs.cache_lengths[last] == size - rows and not inputs.page_table[last:].any()
+    assert inputs.requests[last:].tolist() == [OWNERS] * (MOST + 1 - last)
+
+
+def test_prompts_alone_after_blocks(world: World) -> None:
+    """Nothing of the pass before is left; a pass that is full has no rows to fill it up."""
+    world.inputs.fill(48, world.blocks(), world.prompts())
+    world.inputs.fill(30, None, world.prompts())
+    assert world.seen() == expected_prompts(world)
+    assert world.inputs.requests.tolist() == [*PROMPTS, *[OWNERS] * 3]
+    assert world.inputs.cache_lengths.tolist() == [9, 17, 52, 0, 0, 0]
+    assert world.inputs.ends.tolist() == [0, 9, 10, 30, 30, 30, 30]
+
+
+def test_clear(world: World) -> None:
+    inputs = world.inputs
+    inputs.fill(48, world.blocks(), world.prompts())
+    inputs.clear(32)
+    inputs.look_up(inputs.page_table)
+    assert inputs.ends.tolist() == [0] * (MOST + 1) + [32]
+    assert inputs.cache_lengths.tolist() == [0] * MOST + [32]
+    assert not inputs.page_table.any() and not inputs.slots[:32].any()
+
+
+def test_a_table_for_short_contexts(world: World) -> None:
+    """A part of the page table, filled as far as it goes; its address is that of the whole."""
+    inputs = world.inputs
+    inputs.fill(48, world.blocks(), world.prompts())
+    inputs.page_table.fill_(77)
+    table = inputs.table_of(33)
+    assert table.shape == (MOST + 1, -(-33 // world.page_size))
+    assert table.data_ptr() == inputs.page_table.data_ptr()
+    inputs.look_up(table)
+    first = world.table[list(DECODING)[0], :: world.page_size][: table.shape[1]]
+    assert table[0].tolist() == (first // world.page_size).tolist()
+    assert (inputs.page_table[:, table.shape[1] :] == 77).all()
+
+
+def test_batch(world: World) -> None:
+    """What the model reads of a pass: views of the buffers, and clean writes for rows without a slot."""
+    inputs, pool = world.inputs, object()
+    runner = SimpleNamespace(
+        req_to_token_pool=None, token_to_kv_pool=pool, attn_backend=None, spec_algorithm=None
+    )
+    batch = inputs.forward_batch(runner, 48)
+    assert len(batch.input_ids) == len(batch.positions) == len(batch.out_cache_loc) == 48
+    assert batch.input_ids.data_ptr() == inputs.tokens.data_ptr()
+    assert batch.out_cache_loc.data_ptr() == inputs.slots.data_ptr()
+    assert batch.token_to_kv_pool._pool is pool
