@@ -11,9 +11,10 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
-from sglang_dflash.round.prompt_graphs import MOST_ROWS, PromptGraphs, row_sizes
+from sglang_dflash.round.prompt_graphs import MOST_ROWS, PROMPT_ROWS, PromptGraphs, row_sizes
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
+from sglang_dflash.scheduler.ending import ends_in_flight
 from sglang_dflash.scheduler.riding import Riding
 
 WIDTH, SIZE = 8, 200
@@ -37,6 +38,7 @@ def request(**fields: Any) -> SimpleNamespace:
         grammar=None,
         custom_logit_processor=None,
         finished=lambda: False,
+        to_finish=None,
     )
     return SimpleNamespace(**own | fields)
 
@@ -57,11 +59,17 @@ def world(*reqs: SimpleNamespace, **fields: Any) -> SimpleNamespace:
         is_prefill_only=False,
         is_spec_v2=True,
         new_tokens_required_next_decode=lambda living: spec_info.slots_required(
-            [reqs[i] for i in living], 1
+            [batch.reqs[i] for i in living], 1
         ),
     )
+
+    def filter_batch(keep_indices: list[int]) -> None:
+        batch.reqs = [batch.reqs[i] for i in keep_indices]
+
+    batch.filter_batch = filter_batch
     own = dict(
         running_batch=batch,
+        waiting_queue=[],
         result_queue=[],
         chunked_req=None,
         page_size=1,
@@ -85,9 +93,12 @@ def riding(slowdown: float = 0.25, prompt_graphs: PromptGraphs | None = None) ->
     return Riding(slowdown, RoundRunner(None, None, prompt_graphs))
 
 
-def boards(scheduler: SimpleNamespace, slowdown: float = 0.25) -> bool:
-    """Whether those that decode ride; they are prepared for their round just then."""
-    batch = riding(slowdown).board(scheduler)
+def boards(
+    scheduler: SimpleNamespace, slowdown: float = 0.25, graphs: PromptGraphs | None = None
+) -> bool:
+    """Whether those that decode ride beside a prompt of 20; they are prepared for their round just then."""
+    prompts = SimpleNamespace(extend_num_tokens=20, reqs=[request()])
+    batch = riding(slowdown, graphs).board(scheduler, prompts)
     assert scheduler.prepared == ([] if batch is None else [scheduler.running_batch])
     return batch is not None
 
@@ -147,6 +158,35 @@ def timed(sizes: list[int], times: list[float]) -> PromptGraphs:
 GRAPHS = timed([64, 128, 192, 256], [1.0, 1.1, 1.5, 2.0])
 
 
+def test_no_room_in_a_pass() -> None:
+    """Two passes would make those that decode wait as long, and for one of few rows."""
+    for others, rides in ((1, True), (3, True), (4, False)):
+        assert boards(world(*(request() for _ in range(others))), graphs=GRAPHS) == rides
+    small = timed([32], [1.0])
+    assert boards(world(request()), graphs=small) and not boards(
+        world(request(), request()), graphs=small
+    )
+
+
+@pytest.mark.parametrize(
+    ("pending", "ends"),
+    [
+        ({"rounds_in_flight": 1, "output_ids": [0] * 99}, True),
+        ({"rounds_in_flight": 1, "output_ids": [0] * 98}, False),
+        ({"rounds_in_flight": 0, "output_ids": [0] * 99}, False),
+        ({"rounds_in_flight": 1, "to_finish": object()}, True),
+        ({"rounds_in_flight": 0, "to_finish": object()}, False),
+        ({"output_ids": [], "to_finish": object()}, True),
+        ({"output_ids": []}, False),
+    ],
+)
+def test_who_ends_with_what_is_in_flight(pending: dict[str, Any], ends: bool) -> None:
+    """Such a request has no round that would be in vain, neither here nor where it decodes alone."""
+    assert ends_in_flight(request(**pending)) == ends
+    assert boards(world(request(**pending), result_queue=[None])) != ends
+    assert boards(world(request(**pending)))  # nothing is pending
+
+
 @pytest.mark.parametrize(
     ("block_rows", "slowdown", "rows"),
     [
@@ -162,7 +202,12 @@ GRAPHS = timed([64, 128, 192, 256], [1.0, 1.1, 1.5, 2.0])
     ],
 )
 def test_prompt_rows(block_rows: int, slowdown: float, rows: int) -> None:
-    assert GRAPHS.prompt_rows(block_rows, slowdown) == rows
+    assert GRAPHS.prompt_rows(block_rows, slowdown, backlog=0) == rows
+
+
+@pytest.mark.parametrize(("backlog", "rows"), [(0, 56), (56 * 16, 56), (100 * 16, 100), (1e6, 248)])
+def test_prompts_that_wait_in_numbers(backlog: int, rows: int) -> None:
+    assert GRAPHS.prompt_rows(8, 0.05, int(backlog)) == rows
 
 
 def test_holds() -> None:
@@ -171,12 +216,13 @@ def test_holds() -> None:
 
 
 def test_row_sizes() -> None:
-    sizes = row_sizes(None)
+    sizes = row_sizes(0, None)
     assert sizes[0] == 64 and sizes[-1] == MOST_ROWS == 2048
     assert sizes == sorted(set(sizes)) and {960, 1024, 1152} < set(sizes)
-    assert row_sizes(4096) == sizes
-    assert row_sizes(200) == [64, 128, 192]
-    assert row_sizes(63) == []
+    assert row_sizes(0, 4096) == sizes
+    assert row_sizes(0, 200) == [64, 128, 192]
+    assert row_sizes(0, 63) == []
+    assert row_sizes(2048, None)[-1] == 2048 + PROMPT_ROWS
 
 
 @pytest.mark.parametrize(
@@ -192,6 +238,10 @@ def test_chunk_size(graphs: PromptGraphs | None, slowdown: float, rows: int) -> 
     """So many rows of prompts as the blocks that are there let pass."""
     scheduler = world(request(), request(), done())
     assert riding(slowdown, graphs).chunk_size(scheduler, 4096) == rows
+    if graphs is not None:
+        scheduler.waiting_queue = [request(origin_input_ids=[0] * 2000)] * 2
+        assert riding(slowdown, graphs).chunk_size(scheduler, 4096) == 240  # all that there is
+        scheduler.waiting_queue = []
     assert riding(slowdown, graphs).chunk_size(scheduler, 40) == 40
 
 
