@@ -40,9 +40,8 @@ class SideBySideAttention(BlockAttention):
         page_table: torch.Tensor,
         ends: torch.Tensor,
         rows: int,
-        short: bool,
     ):
-        super().__init__(runner, cache_lengths, page_table, rows, causal=True, short=short)
+        super().__init__(runner, cache_lengths, page_table, rows, causal=True, short=True)
         self.ends = ends
 
     def attend(
@@ -76,8 +75,8 @@ class EagerRounds:
     body = pool = None
     attention = Attention(SideBySideAttention, SideBySideAttention)
 
-    def __init__(self, parts: Parts):
-        self.parts = parts
+    def __init__(self, parts: Parts, widths: list[int]):
+        self.parts, self.sizes, self.widths = parts, [parts.max_requests], widths
 
     def key(self, start_bounds: torch.Tensor, width: int) -> int:
         return width
@@ -123,8 +122,9 @@ class EagerPasses(PromptGraphs):
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
     """Stands for `sglang_dflash.round.run.capture`."""
-    rounds = EagerRounds(parts)
-    passes = EagerPasses(parts, rounds, row_sizes(server_args.piecewise_cuda_graph_max_tokens))
+    rounds = EagerRounds(parts, widths)
+    most = server_args.piecewise_cuda_graph_max_tokens
+    passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))
     parts.target.runner.piecewise_cuda_graph_runner = passes
     return RoundRunner(parts, rounds, passes)
 
