@@ -192,8 +192,6 @@ class Sampling:
             vocab_mask=mask,
             apply_mask_func=apply_mask,
             penalizer_orchestrator=penalizer,
-            acc_additive_penalties=None,
-            acc_scaling_penalties=None,
         )
 
     def _custom(

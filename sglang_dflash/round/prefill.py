@@ -27,13 +27,8 @@ def prefill(
     their target KV, from the request that computed them.
     """
     penalizer = parts.penalties.start(batch.reqs, batch.req_pool_indices)
-    # The release's penalizers know nothing of what a request put out before it was retracted.
-    batch.sampling_info = replace(
-        batch.sampling_info,
-        penalizer_orchestrator=penalizer,
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
-    )
+    if penalizer is not None:
+        batch.sampling_info = replace(batch.sampling_info, penalizer_orchestrator=penalizer)
     result = target_worker.forward_batch_generation(batch)
     output = result.logits_output
     if output.taps is not None:  # a graph has written the context itself
