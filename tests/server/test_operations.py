@@ -53,13 +53,6 @@ def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) ->
     check(dflash, plain, prompts[44], max_new_tokens=30)
 
 
-def test_compiled_on_a_gpu_alone(dflash: Server, plain: Server, prompts: list[str]) -> None:
-    """The release compiles its repetition penalties when a request first has one."""
-    check(dflash, plain, prompts[45], repetition_penalty=1.5, max_new_tokens=30)
-    compiled = any(path.is_file() for path in dflash.log.with_suffix(".compiled").rglob("*"))
-    assert compiled == (DEVICE != "cpu")
-
-
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target with one layer turned around, so that it says something else."""
