@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.server.checks import assert_same, assert_speculated, check
-from tests.server.harness import DEVICE, TARGET, Server, generate_body, mostly_on
+from tests.server.harness import TARGET, Server, generate_body, mostly_on
 
 
 def post(server: Server, path: str, **body: object) -> dict:
