@@ -148,9 +148,9 @@ class Penalties:
         self.counted = Counted(counted.places, *new)
         self._free += range(old, size)
         logger.info(
-            "DFLASH counts the tokens of up to %d requests with penalties, in %.2f GiB",
+            "DFLASH counts the tokens of up to %d requests with penalties, in %d MiB",
             size,
-            sum(part.nbytes for part in new) / (1 << 30),
+            sum(part.nbytes for part in new) >> 20,
         )
 
     def _clear(self, reqs: list[Req], places: list[int]) -> None:

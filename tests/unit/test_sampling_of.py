@@ -18,8 +18,10 @@ VOCABULARY = 20
 
 
 @pytest.fixture(autouse=True)
-def arguments() -> None:
-    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+def arguments() -> ServerArgs:
+    made = ServerArgs(model_path="dummy")
+    set_global_server_args_for_scheduler(made)
+    return made
 
 
 def request(**sampling) -> Req:
@@ -102,6 +104,16 @@ def test_what_needs_history(changes: dict, needs: bool) -> None:
     req = request(frequency_penalty=1, presence_penalty=1, repetition_penalty=2, min_new_tokens=5)
     vars(req).update(changes)
     assert needs_history([request(), req]) == needs
+
+
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+def test_whose_penalizers_count(algorithm: str | None, arguments: ServerArgs) -> None:
+    """The release's own, tensors of requests times vocabulary, are for plain decoding alone."""
+    arguments.speculative_algorithm = algorithm
+    made = Batch(request(frequency_penalty=1.0), request(min_new_tokens=5))
+    assert made.sampling_info.penalizer_orchestrator.is_required == (algorithm is None)
+    made.sampling_info.update_penalties()
+    assert (made.sampling_info.acc_additive_penalties is None) == (algorithm == "DFLASH")
 
 
 def test_greedy_requests_ask_nothing() -> None:
