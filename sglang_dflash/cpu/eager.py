@@ -1,8 +1,8 @@
 """Nothing of the release is compiled on a CPU unless the user asks for it.
 
-It compiles two short functions when they are first called, one that scales logits by repetition penalties and
-one that draws with a seed. On a GPU that is a kernel; on a CPU it takes a C++ compiler, ten seconds to a minute
-in which the scheduler serves nobody, and so many objects that stay that full garbage collections become rare.
+It compiles the short function that draws with a seed when that is first called. On a GPU that is a kernel; on a
+CPU it takes a C++ compiler, ten seconds to a minute in which the scheduler serves nobody, and so many objects that
+stay that full garbage collections become rare.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.drawing.grammar import vocabulary_mask
 from sglang_dflash.drawing.not_finite import NOT_FINITE, take_out
-from sglang_dflash.drawing.penalties import is_penalized, row_penalties
+from sglang_dflash.drawing.penalties import Penalties, is_penalized
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
@@ -42,15 +42,19 @@ class Sampling:
 
     Attributes:
         info: of the batch, one row a request.
-        reqs: the requests; their `output_ids` are only read for what `needs_history` names.
+        reqs: the requests; all of their `output_ids` are only known for what `needs_history` names.
+        rows: [bs] int64, theirs in `req_to_token`.
         drawing: which of them ask for more than the likeliest token; of all, if one wants to know something of
             its rows.
+        penalties: what was counted for them; None if none of them has any.
         drafts: of the round, on their way to the host, if it is going to read them.
     """
 
     info: SamplingBatchInfo
     reqs: list[Req]
+    rows: torch.Tensor
     drawing: list[int]
+    penalties: Penalties | None
     has_grammar: bool
     return_hidden_states: bool
     return_logprob: bool
@@ -59,10 +63,13 @@ class Sampling:
     drafts: OnItsWay | None = None
 
     @classmethod
-    def of(cls, batch: ScheduleBatch | ModelWorkerBatch, detect_nan: bool) -> Sampling | None:
+    def of(
+        cls, batch: ScheduleBatch | ModelWorkerBatch, penalties: Penalties, detect_nan: bool
+    ) -> Sampling | None:
         """What a decode batch asks, or None if the likeliest token of each row is all.
 
         Args:
+            penalties: of all requests that run.
             detect_nan: whether the sampler looks for NaN, which only happens with logits.
         """
         reqs = batch.reqs
@@ -84,7 +91,9 @@ class Sampling:
         return cls(
             info=info,
             reqs=list(reqs),
+            rows=batch.req_pool_indices,
             drawing=list(drawing),
+            penalties=penalties if any(map(is_penalized, reqs)) else None,
             has_grammar=any(reqs[i].grammar is not None for i in drawing),
             return_hidden_states=hidden_states,
             return_logprob=logprobs,
@@ -127,7 +136,7 @@ class Sampling:
         drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
         for part in parts:
             at, rows = rows_of(part, 1, drafts.device), rows_of(part, width, drafts.device)
-            info, output = self.rows(part, at, drafts[at], width), logits(rows)
+            info, output = self.info_of(part, at, drafts[at], width), logits(rows)
             not_finite = take_out(output.next_token_logits)
             info.apply_logits_bias(output.next_token_logits)
             tokens = sampler(
@@ -145,7 +154,12 @@ class Sampling:
             whole.next_token_logprobs = whole.next_token_logprobs.view(-1, width)
         return torch.cat(drawn).view(-1, width), whole
 
-    def rows(
+    def note(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        """After a round that commits the first `lengths` ([bs] int64) of `tokens` ([bs, width] int64)."""
+        if self.penalties is not None:
+            self.penalties.count(self.rows, tokens, lengths)
+
+    def info_of(
         self, part: list[int], at: slice | torch.Tensor, drafts: torch.Tensor, width: int
     ) -> SamplingBatchInfo:
         """Parameters of some requests, a row for each row of their blocks.
@@ -155,12 +169,12 @@ class Sampling:
             drafts: [len(part), width - 1] int64.
         """
         info, reqs = self.info, [self.reqs[i] for i in part]
-        additive = scaling = mask = apply_mask = None
+        penalizer = mask = apply_mask = None
         on_host = []
         if self.reads_drafts:
             on_host = drafts.tolist() if self.drafts is None else self.drafts.rows(part)
         if any(map(is_penalized, reqs)):
-            additive, scaling = row_penalties(reqs, drafts, info.vocab_size)
+            penalizer = self.penalties.of(self.rows[at], drafts)
         grammars = [req.grammar for req in reqs] if self.has_grammar else None
         if grammars and any(grammars):
             mask, apply_mask = vocabulary_mask(grammars, on_host, info.vocab_size, drafts.device)
@@ -177,9 +191,7 @@ class Sampling:
             grammars=grammars,
             vocab_mask=mask,
             apply_mask_func=apply_mask,
-            penalizer_orchestrator=None,
-            acc_additive_penalties=additive,
-            acc_scaling_penalties=scaling,
+            penalizer_orchestrator=penalizer,
         )
 
     def _custom(
@@ -243,7 +255,8 @@ def rows_of(requests: list[int], width: int, device: torch.device) -> slice | to
 
 def draws(req: Req) -> bool:
     """Whether a request asks for another token than the likeliest."""
-    return not is_greedy(req) or bool(req.sampling_params.logit_bias) or needs_history([req])
+    biased = bool(req.sampling_params.logit_bias) or is_penalized(req)
+    return not is_greedy(req) or biased or needs_history([req])
 
 
 def is_greedy(req: Req) -> bool:
@@ -256,9 +269,7 @@ def needs_history(reqs: Iterable[Req]) -> bool:
 
     The overlapped scheduler then looks at a round's result before it launches the next.
     """
-    return any(
-        req.grammar is not None or req.custom_logit_processor or is_penalized(req) for req in reqs
-    )
+    return any(req.grammar is not None or req.custom_logit_processor for req in reqs)
 
 
 class _RequestAfter:

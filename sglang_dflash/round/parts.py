@@ -10,6 +10,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_dflash.drafter.load import load_draft_model
 from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
+from sglang_dflash.drawing.penalties import Penalties
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow, WindowedModel
 from sglang_dflash.round.startup_check import check_draft_model
@@ -25,6 +26,7 @@ class Parts:
     Attributes:
         draft, target: run blocks kernel by kernel.
         state: bonus tokens and lengths, by the requests' rows.
+        penalties: what was counted of penalised requests, by the same rows.
         vocabulary: the target's, for its likeliest tokens.
         window: what the draft model sees of long contexts; None for all.
         req_to_token: [rows, columns] int32, the slots of each request.
@@ -35,6 +37,7 @@ class Parts:
     draft: BlockModel
     target: BlockModel
     state: RequestState
+    penalties: Penalties
     vocabulary: BorrowedVocabulary
     window: DraftWindow | None
     req_to_token: torch.Tensor
@@ -65,6 +68,9 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
         draft=WindowedModel(runner, window) if window else BlockModel(runner),
         target=target,
         state=RequestState(pool.size, pool.req_to_token.device),
+        penalties=Penalties(
+            pool.size, target_worker.model_config.vocab_size, pool.req_to_token.device
+        ),
         vocabulary=vocabulary,
         window=window,
         req_to_token=pool.req_to_token,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,9 @@ def prefill(
     Tokens that the radix cache gave are not run: their draft KV lies under the same slots as
     their target KV, from the request that computed them.
     """
+    penalizer = parts.penalties.start(batch.reqs, batch.req_pool_indices)
+    if penalizer is not None:
+        batch.sampling_info = replace(batch.sampling_info, penalizer_orchestrator=penalizer)
     result = target_worker.forward_batch_generation(batch)
     output = result.logits_output
     if output.taps is not None:  # a graph has written the context itself
@@ -33,6 +37,9 @@ def prefill(
     result.next_token_ids = agreed(result.next_token_ids)
     result.next_token_ids.masked_fill_(output.not_finite, NOT_FINITE)
     parts.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
+    if penalizer is not None:
+        tokens = result.next_token_ids.to(torch.int64)[:, None]
+        parts.penalties.count(batch.req_pool_indices, tokens, torch.ones_like(tokens[:, 0]))
     result.launched = batch  # whose tensors are read until the result is there
     return result
 

@@ -84,4 +84,7 @@ def accept_blocks(
     tokens, output = choose(
         parts.vocabulary, sampler, blocks.target, blocks.positions, drafts, sampling
     )
-    return accept_round(tokens, drafts, blocks.rows, parts.state), output
+    accepted = accept_round(tokens, drafts, blocks.rows, parts.state)
+    if sampling is not None:
+        sampling.note(accepted.tokens, accepted.lengths)
+    return accepted, output

@@ -113,7 +113,8 @@ class DFlashWorkerBase:
         """
         starts, width = [req.kv_committed_len + ahead for req in batch.reqs], self.next_width()
         rows, bounds = batch.req_pool_indices, torch.tensor(starts)
-        sampling = Sampling.of(batch, self.model_runner.server_args.enable_nan_detection)
+        detect_nan = self.model_runner.server_args.enable_nan_detection
+        sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         if (prompts := self.riding.prompts_for(bounds, width)) is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             result, done = self.rounds.run_with_prompts(rows, bounds, width, sampling, run)

@@ -71,9 +71,8 @@ def _servers(logs: Path) -> Iterator[Callable[[str, str], Server]]:
             if (worker, variant) not in started:
                 log = logs / f"{worker}-{variant}.log"
                 arguments = (*COMMON, *VARIANTS[variant])
-                compiled = {"TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".compiled"))}
                 started[worker, variant] = stack.enter_context(
-                    running(log, *arguments, worker=worker, **compiled)
+                    running(log, *arguments, worker=worker)
                 )
             return started[worker, variant]
 

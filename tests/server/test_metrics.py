@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.server.checks import counted
 from tests.server.harness import DEVICE, Server, events, generate_body, running
 
 WIDTH = 16
+PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1}
 
 
 def test_rounds(dflash: Server, prompts: list[str]) -> None:
@@ -99,14 +102,23 @@ def test_refusals(dflash: Server, prompts: list[str]) -> None:
     assert reasons["sampling_params"] == reasons["unreadable"] == reasons["unsupported"] == 1
 
 
-def test_waiting_rounds(dflash: Server, prompts: list[str]) -> None:
-    """Penalties depend on every token before: the overlapped worker waits for each result."""
+@pytest.mark.parametrize(
+    ("sampling", "waits"),
+    [
+        ({"regex": "[^#]{20,300}#### [0-9]{1,2}"}, True),
+        (PENALTIES | {"min_new_tokens": 40, "temperature": 0.7}, False),
+    ],
+)
+def test_waiting_rounds(sampling: dict, waits: bool, dflash: Server, prompts: list[str]) -> None:
+    """A grammar reads every token before: the overlapped worker waits for each result. Penalties count on the
+    device."""
     before = counted(dflash)
-    dflash.generate(prompts[0], max_new_tokens=60, frequency_penalty=0.5)
+    dflash.generate(prompts[0], max_new_tokens=60, **sampling)
     moved = counted(dflash) - before
     waited = moved["fallbacks_total", "history"]
     overlapped = "DFlashWorkerV2" in dflash.log.read_text(errors="replace")
-    assert waited > 2 if overlapped else waited == 0
+    assert moved["rounds_total", ""] > 3
+    assert waited > 2 if waits and overlapped else waited == 0
 
 
 def test_loads(dflash: Server, prompts: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.server.checks import assert_same, assert_speculated, check
-from tests.server.harness import DEVICE, TARGET, Server, generate_body, mostly_on
+from tests.server.harness import TARGET, Server, generate_body, mostly_on
 
 
 def post(server: Server, path: str, **body: object) -> dict:
@@ -51,13 +51,6 @@ def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) ->
         ended.json()["meta_info"]["finish_reason"]["type"] == "abort"
     )
     check(dflash, plain, prompts[44], max_new_tokens=30)
-
-
-def test_compiled_on_a_gpu_alone(dflash: Server, plain: Server, prompts: list[str]) -> None:
-    """The release compiles its repetition penalties when a request first has one."""
-    check(dflash, plain, prompts[45], repetition_penalty=1.5, max_new_tokens=30)
-    compiled = any(path.is_file() for path in dflash.log.with_suffix(".compiled").rglob("*"))
-    assert compiled == (DEVICE != "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ PAGES = {"v1": "1", "v2": "16"}
 BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
 ANSWER, REQUESTS = 120, prompts_of(20, most=32)
 RETRACTIONS = REQUESTS // 2
+PENALTIES = {"frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 70}
 
 
 @pytest.fixture(scope="module", params=CHOSEN_WORKERS)
@@ -37,9 +38,10 @@ def tight(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         yield server
 
 
-def test_retraction(tight: Server, plain: Server, prompts: list[str]) -> None:
+@pytest.mark.parametrize("counting", [{}, PENALTIES], ids=["greedy", "penalties"])
+def test_retraction(counting: dict, tight: Server, plain: Server, prompts: list[str]) -> None:
     """Requests that are thrown out of the pool again and again answer as in a roomy one."""
-    sampling = {"max_new_tokens": ANSWER, "ignore_eos": True}
+    sampling = {"max_new_tokens": ANSWER, "ignore_eos": True} | counting
     # One batch: on a busy machine, requests of their own might come too late to meet.
     body = {"text": prompts[:REQUESTS], "sampling_params": {"temperature": 0} | sampling}
     answers = tight.post("/generate", body).json()

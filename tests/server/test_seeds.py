@@ -14,7 +14,7 @@ import pytest
 from sglang.test.test_deterministic import BenchArgs, test_deterministic
 
 from tests.server.checks import accept_length, assert_same, assert_speculated
-from tests.server.harness import CHOSEN_WORKERS, Server, in_long, running
+from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_long, running
 
 ARGUMENTS = ("--enable-deterministic-inference", "--grammar-backend", "llguidance")
 SETTINGS = (
@@ -22,6 +22,7 @@ SETTINGS = (
     {"temperature": 2.0},
     {"temperature": 2.5, "top_p": 0.9},
     {"temperature": 2.5, "top_k": 20},
+    {"temperature": 2.0, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
     {"temperature": 3.0, "top_p": 0.95, "top_k": 50},
 )
 test_deterministic.__test__ = False  # a function of the kit, not a test of this file
@@ -37,8 +38,9 @@ def servers(logs: Path) -> Iterator[Callable[[str | None], Server]]:
             if worker not in started:
                 more = ("--disable-overlap-schedule",) if worker is None else ()
                 log = logs / f"seeds-{worker}.log"
+                compiled = {"TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".compiled"))}
                 started[worker] = stack.enter_context(
-                    running(log, *ARGUMENTS, *more, worker=worker)
+                    running(log, *ARGUMENTS, *more, worker=worker, **compiled)
                 )
             return started[worker]
 
@@ -69,6 +71,14 @@ def test_seeded_draws(worker: str, sampling: dict, servers: Callable, prompts: l
     if sampling == {"temperature": 2.0}:  # the others leave the first answer little choice
         other = servers(worker).generate(prompts[0], sampling_seed=7, max_new_tokens=80, **sampling)
         assert other["output_ids"] != answers[0]["output_ids"], "the seed changes nothing"
+
+
+def test_compiled_on_a_gpu_alone(servers: Callable, prompts: list[str]) -> None:
+    """The release compiles its seeded draws when a request is first drawn for."""
+    server = servers(CHOSEN_WORKERS[-1])
+    server.generate(prompts[0], sampling_seed=1, temperature=1.0, max_new_tokens=8)
+    compiled = any(path.is_file() for path in server.log.with_suffix(".compiled").rglob("*"))
+    assert compiled == (DEVICE != "cpu")
 
 
 @pytest.mark.parametrize(

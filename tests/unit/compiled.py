@@ -1,4 +1,4 @@
-"""Attention of blocks compiled for GPUs that are not here: `TRITON_INTERPRET=0 python -m tests.unit.compiled`.
+"""Kernels compiled for GPUs that are not here: `TRITON_INTERPRET=0 python -m tests.unit.compiled`.
 
 Triton's interpreter runs what its compiler refuses. Prints the shared memory of each program, which must fit.
 """
@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
 from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
+from sglang_dflash.gpu.kernels.penalties import END, PRESENT, _count, _penalize
 
 # Compute capability → shared memory that a program may have: A100, RTX 4090, H200.
 MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -70,11 +71,26 @@ def attention(capability: int, dtype: str, changes: dict[str, Any]) -> int:
     return max(first.metadata.shared, second.metadata.shared)
 
 
+def penalties(capability: int) -> int:
+    """Compiles both launches; the shared memory of the larger."""
+    numbers = ("logits_ptr", "sums_ptr", "rates_ptr")
+    types = dict.fromkeys(("rows_ptr", "drafts_ptr", "places_ptr"), "*i64")
+    types |= dict.fromkeys(("tokens_ptr", "lengths_ptr"), "*i64") | dict.fromkeys(numbers, "*fp32")
+    types |= {"marks_ptr": "*u8", "output_ptr": "*i32"}
+    types |= dict.fromkeys(("logits_stride", "drafts_stride", "tokens_stride", "vocabulary"), "i32")
+    marks = dict(PRESENT=PRESENT, END=END)
+    first = compiled(_penalize, capability, marks | dict(WIDTH=WIDTH, TILE=1024), types, 4)
+    second = compiled(_count, capability, dict(PRESENT=PRESENT, TILE=32), types, 1)
+    return max(first.metadata.shared, second.metadata.shared)
+
+
 def main() -> None:
     for capability, dtype, changes in CASES:
         used = attention(capability, dtype, changes)
         print(capability, dtype, changes, f"{used:,} bytes", flush=True)
         assert used <= MEMORY[capability]
+    for capability in MEMORY:
+        print(capability, "penalties", f"{penalties(capability):,} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -184,14 +184,14 @@ def test_reservations_shrink_before_anyone_is_retracted(free: int) -> None:
 
 
 def test_rounds_that_need_history_wait_before_anything_is_reserved() -> None:
-    """A minimum of new tokens makes its batch wait until it is met, and one that has finished never."""
+    """A grammar makes its batch wait, and that of a request that has finished does not."""
     batch = world(1)
     req, done = admit(batch, prompt=10, limit=60), admit(batch, prompt=10, limit=60)
     req.finished, done.finished = lambda: False, lambda: True
-    req.sampling_params.min_new_tokens, done.sampling_params.presence_penalty = 5, 1.0
+    done.grammar = object()
     batch, (made, reasons) = overlapped(batch), worker()
-    for produced, waits in ((4, True), (5, False)):
-        batch.spec_info, req.output_ids = DFlashDraftInput(TWO_ROUNDS), [0] * produced
+    for grammar, waits in ((object(), True), (None, False)):
+        batch.spec_info, req.grammar = DFlashDraftInput(TWO_ROUNDS), grammar
         before = batch.tree_cache.token_to_kv_pool_allocator.available_size()
         assert made.must_wait(batch) == waits
         assert batch.spec_info.lookahead == (ONE_ROUND if waits else TWO_ROUNDS)

@@ -11,14 +11,17 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sglang_dflash.drawing.penalties import Penalties
 from sglang_dflash.drawing.sampling import Sampling, needs_history
 
 VOCABULARY = 20
 
 
 @pytest.fixture(autouse=True)
-def arguments() -> None:
-    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+def arguments() -> ServerArgs:
+    made = ServerArgs(model_path="dummy")
+    set_global_server_args_for_scheduler(made)
+    return made
 
 
 def request(**sampling) -> Req:
@@ -35,7 +38,7 @@ class Batch:
     device, top_logprobs_nums, token_ids_logprobs = "cpu", None, None
 
     def __init__(self, *reqs: Req):
-        self.reqs = list(reqs)
+        self.reqs, self.req_pool_indices = list(reqs), torch.arange(len(reqs))
         self.sampling_info = SamplingBatchInfo.from_schedule_batch(self, VOCABULARY)
 
 
@@ -44,6 +47,10 @@ def keep(made: Batch, *indices: int) -> Batch:
     made.reqs = [made.reqs[i] for i in indices]
     made.sampling_info.filter_batch(list(indices), torch.tensor(indices))
     return made
+
+
+def asked(batch: Batch, detect_nan: bool = False) -> Sampling | None:
+    return Sampling.of(batch, Penalties(8, VOCABULARY, "cpu"), detect_nan)
 
 
 @pytest.mark.parametrize(
@@ -58,31 +65,57 @@ def keep(made: Batch, *indices: int) -> Batch:
 )
 def test_who_has_left_asks_nothing(sampling: dict) -> None:
     made = Batch(request(), request(**sampling), request())
-    assert Sampling.of(made, detect_nan=False) is not None
-    assert Sampling.of(keep(made, 0, 2), detect_nan=False) is None
+    assert asked(made) is not None
+    assert asked(keep(made, 0, 2)) is None
 
 
 def test_a_bias_that_is_left_alone_is_still_applied() -> None:
     made = Batch(request(temperature=0.7), request(logit_bias={"3": 5.0}))
-    sampling = Sampling.of(keep(made, 1), detect_nan=False)
+    sampling = asked(keep(made, 1))
     assert sampling.info.is_all_greedy
     assert sampling.info.logit_bias[0, 3] == 5
 
 
 def test_who_stays_is_not_greedy_because_another_is() -> None:
     made = Batch(request(), request(temperature=0.7))
-    assert not Sampling.of(made, detect_nan=False).info.is_all_greedy
-    assert not Sampling.of(keep(made, 1), detect_nan=False).info.is_all_greedy
+    assert not asked(made).info.is_all_greedy
+    assert not asked(keep(made, 1)).info.is_all_greedy
 
 
 def test_a_minimum_that_is_met_is_no_penalty() -> None:
     req = request(min_new_tokens=3)
     for produced, asks in ((0, True), (2, True), (3, False), (9, False)):
         req.output_ids = [7] * produced
-        assert needs_history([req]) == asks
-        assert (Sampling.of(Batch(req), detect_nan=False) is not None) == asks
+        sampling = asked(Batch(req))
+        assert (sampling is not None) == asks
+        assert sampling is None or sampling.penalties is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, False),
+        ({"grammar": object()}, True),
+        ({"custom_logit_processor": "one"}, True),
+    ],
+)
+def test_what_needs_history(changes: dict, needs: bool) -> None:
+    """Penalties and a minimum do not: what they count is on the device."""
+    req = request(frequency_penalty=1, presence_penalty=1, repetition_penalty=2, min_new_tokens=5)
+    vars(req).update(changes)
+    assert needs_history([request(), req]) == needs
+
+
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+def test_whose_penalizers_count(algorithm: str | None, arguments: ServerArgs) -> None:
+    """The release's own, tensors of requests times vocabulary, are for plain decoding alone."""
+    arguments.speculative_algorithm = algorithm
+    made = Batch(request(frequency_penalty=1.0), request(min_new_tokens=5))
+    assert made.sampling_info.penalizer_orchestrator.is_required == (algorithm is None)
+    made.sampling_info.update_penalties()
+    assert (made.sampling_info.acc_additive_penalties is None) == (algorithm == "DFLASH")
 
 
 def test_greedy_requests_ask_nothing() -> None:
-    assert Sampling.of(Batch(request(), request()), detect_nan=False) is None
-    assert Sampling.of(Batch(request()), detect_nan=True) is not None
+    assert asked(Batch(request(), request())) is None
+    assert asked(Batch(request()), True) is not None
