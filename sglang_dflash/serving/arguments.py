@@ -34,7 +34,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_two_batch_overlap", (False,), "a round is not split"),
     ("enable_double_sparsity", (False,), "verification needs full attention"),
     ("enable_hisparse", (False,), "verification needs full attention"),
-    ("enable_pdmux", (False,), "prefill and decode do not share a step"),
+    ("enable_pdmux", (False,), "prompts run in rounds without it"),
     (
         "enable_attn_tp_input_scattered",
         (False,),
