@@ -25,7 +25,7 @@ from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prompt_graphs import Key, PromptGraphs, row_sizes
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.run import RoundRunner
-from sglang_dflash.round.stages import accept_blocks, run_models
+from sglang_dflash.round.stages import accept_blocks, verify_blocks
 
 
 class SideBySideAttention(BlockAttention):
@@ -83,7 +83,9 @@ class EagerRounds:
 
     def replay(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Any:
         parts = self.parts
-        blocks = run_models(parts, self._open(width, rows), parts.draft, parts.target)
+        round, draft_tokens = self.propose(width, rows)
+        sampling = sampling and sampling.after(draft_tokens)
+        blocks = verify_blocks(parts, round, draft_tokens, parts.target)
         return accept_blocks(parts, blocks, sampling)
 
     def propose(self, width: int, rows: torch.Tensor) -> tuple[Round, torch.Tensor]:
