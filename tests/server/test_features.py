@@ -99,7 +99,8 @@ def table() -> Iterator[str]:
     yield "means the same tokens, text, end and counts for every prompt, and log-probabilities and"
     yield f"hidden states within {TOLERANCE:g}. Draws without a seed: `losslessness.md`.\n"
     yield "With overlap, plain decoding of the release applies penalties a token late, and how late"
-    yield "depends on the load. DFLASH applies them on time in both workers.\n"
+    yield "depends on the load. DFLASH applies them on time in both workers. A repetition penalty is"
+    yield "applied after the others, as with overlap; without, the release may also apply it before them.\n"
     yield "| | request | " + " | ".join(CHOSEN_WORKERS) + " |"
     yield "|---|---|" + "---|" * len(CHOSEN_WORKERS)
     for feature in (*GREEDY, *REFUSED):

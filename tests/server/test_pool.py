@@ -26,7 +26,7 @@ PAGES = {"v1": "1", "v2": "16"}
 BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
 ANSWER, REQUESTS = 120, prompts_of(20, most=32)
 RETRACTIONS = REQUESTS // 2
-PENALTIES = {"frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 70}
+PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": 0.4, "min_new_tokens": 70}
 
 
 @pytest.fixture(scope="module", params=CHOSEN_WORKERS)

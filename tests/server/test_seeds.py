@@ -22,7 +22,7 @@ SETTINGS = (
     {"temperature": 2.0},
     {"temperature": 2.5, "top_p": 0.9},
     {"temperature": 2.5, "top_k": 20},
-    {"temperature": 2.0, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    {"temperature": 2.0, "frequency_penalty": 0.3, "min_new_tokens": 60},
     {"temperature": 3.0, "top_p": 0.95, "top_k": 50},
 )
 test_deterministic.__test__ = False  # a function of the kit, not a test of this file

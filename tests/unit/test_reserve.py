@@ -49,6 +49,7 @@ def admit(batch: SimpleNamespace, prompt: int, limit: int) -> SimpleNamespace:
         origin_input_ids=[0] * prompt,
         sampling_params=SamplingParams(max_new_tokens=limit),
         output_ids=[],
+        to_finish=None,
         grammar=None,
         custom_logit_processor=None,
         req_pool_idx=len(batch.reqs),
@@ -152,11 +153,15 @@ def overlapped(batch: SimpleNamespace) -> SimpleNamespace:
     """The batch as the overlapped scheduler has it."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
 
-    def check_decode_mem(selected: list[int]) -> bool:
-        required = batch.spec_info.slots_required([batch.reqs[i] for i in selected], 1)
+    def check_decode_mem() -> bool:
+        required = batch.spec_info.slots_required(batch.reqs, 1)
         return allocator.available_size() >= required
 
+    def filter_batch(keep_indices: list[int]) -> None:
+        batch.reqs = [batch.reqs[i] for i in keep_indices]
+
     batch.spec_info, batch.check_decode_mem = DFlashDraftInput(TWO_ROUNDS), check_decode_mem
+    batch.filter_batch = filter_batch
     return batch
 
 
@@ -180,7 +185,7 @@ def test_reservations_shrink_before_anyone_is_retracted(free: int) -> None:
     assert made.must_wait(batch) == short
     assert batch.spec_info.lookahead == (WIDTH if short else 2 * WIDTH)
     assert reasons == [SLOTS] * short
-    assert batch.check_decode_mem([0]) == (free >= WIDTH)
+    assert batch.check_decode_mem() == (free >= WIDTH)
 
 
 def test_rounds_that_need_history_wait_before_anything_is_reserved() -> None:
