@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
+from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round import stages
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
 from sglang_dflash.round.parts import Parts
@@ -31,10 +32,8 @@ from sglang_dflash.round.target import TargetRows
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 2048  # of prompts alone
-PROMPT_ROWS, PROMPTS = 512, 64  # beside the most blocks that a round has
+PROMPTS = 64  # beside the most blocks that a round has
 PATIENCE = 16  # rounds after which all prompts that wait should be through
-SHORT_TABLE = 8192  # keys of a page table that is made in no time
 GIB = 1 << 30
 _TIMES = 3  # of which the shortest counts
 
@@ -225,15 +224,3 @@ def capture_prompts(parts: Parts, rounds: RoundGraphs) -> PromptGraphs | None:
     if rounds.attention.target is not Fa3BlockAttention or not sizes:
         return None
     return PromptGraphs(parts, rounds, sizes)
-
-
-def row_sizes(block_rows: int, most: int | None) -> list[int]:
-    """Rows for which a pass is captured: a part of a tile of a matrix product more costs next to nothing.
-
-    Args:
-        block_rows: the most that a round has.
-        most: what the user allows, if anything.
-    """
-    end = max(MOST_ROWS, block_rows + PROMPT_ROWS)
-    sizes = [*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, end + 1, 256)]
-    return [size for size in sizes if most is None or size <= most]

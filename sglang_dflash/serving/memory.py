@@ -20,6 +20,7 @@ from torch import nn
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_weights
 from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -30,9 +31,10 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# What capturing takes of the device beside the rounds' own tensors: kernels, and for each graph its nodes. On
-# an H200, with the shapes of Qwen3-8B: 148 MiB for 16 graphs, 204 MiB for 32. Most buckets have two.
-_GRAPHS, _BUCKET = 96 << 20, 8 << 20
+# What capturing takes of the device beside the rounds' own tensors: kernels, and for each graph its nodes. On an
+# H200, with the shapes of Qwen3-8B, 27 buckets of rounds took 0.83 GiB, 0.37 of it tensors, and 48 passes over
+# prompts 0.54. Most buckets have two sets of graphs.
+_GRAPHS, _BUCKET, _PASS = 96 << 20, 14 << 20, 11 << 20
 
 # Of which each rank holds its part; the rest, norms and products of features, is on every rank.
 _SPLIT = ("q_proj", "gate_proj", "up_proj", "o_proj.weight", "down_proj.weight")
@@ -84,8 +86,10 @@ def _elements_on_rank(name: str, shape: tuple[int, ...], kv_size: int, tp_size: 
     return math.prod(shape) // (tp_size if any(part in name for part in _SPLIT) else 1)
 
 
-def round_buffers(args: ServerArgs, config: DraftConfig, vocab_size: int, itemsize: int) -> int:
-    """About how many bytes captured rounds keep on one rank; 0 without graphs.
+def round_buffers(
+    args: ServerArgs, config: DraftConfig, vocab_size: int, itemsize: int, context_len: int
+) -> int:
+    """About how many bytes captured rounds, and passes over prompts, keep on one rank; 0 without graphs.
 
     Graphs share one pool, so the largest decides: logits of all its rows, and the hidden states that
     the draft model taps, once from each layer and once side by side. The graphs themselves and the
@@ -97,7 +101,13 @@ def round_buffers(args: ServerArgs, config: DraftConfig, vocab_size: int, itemsi
     rows = max(buckets) * args.speculative_num_draft_tokens
     logits = -(-vocab_size // args.tp_size)
     taps = 2 * len(config.taps) * config.target_hidden_size
-    return _GRAPHS + len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
+    rounds = _GRAPHS + len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
+    passes = row_sizes(rows, args.piecewise_cuda_graph_max_tokens)
+    if not passes:
+        return rounds
+    # Their own tensors fit where those of rounds lie; what they leave does not.
+    hidden = passes[-1] * config.target_hidden_size * itemsize
+    return rounds + len(passes) * (1 + (context_len > SHORT_TABLE)) * _PASS + hidden
 
 
 def rope_positions(args: ServerArgs, context_len: int) -> int:
@@ -123,7 +133,7 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     # The draft model runs and stores its K/V in the target's dtype (see drafter/load.py).
     itemsize = torch.finfo(target.dtype).bits // 8
-    rounds = round_buffers(args, config, target.vocab_size, itemsize)
+    rounds = round_buffers(args, config, target.vocab_size, itemsize, target.context_len)
     positions = rope_positions(args, target.context_len)
     needs = draft_memory(config, runner.tp_size, itemsize, positions, rounds)
     left = rest_gib - (needs.weights + needs.rounds) / GIB

@@ -18,11 +18,12 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.round import prompt_graphs
 from sglang_dflash.round.graphs import Attention
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
-from sglang_dflash.round.prompt_graphs import Key, PromptGraphs, row_sizes
+from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.round.stages import accept_blocks, verify_blocks

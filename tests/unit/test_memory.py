@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.serving.memory import draft_memory, model_bytes, pool_bytes, round_buffers
 from tests.unit.drafters import CONTEXT, DraftRunner, TargetStub, save_random, zlab_config
 
@@ -54,11 +55,18 @@ def test_captured_rounds() -> None:
         cuda_graph_bs=[1, 8, 32],
         speculative_num_draft_tokens=16,
         tp_size=2,
+        piecewise_cuda_graph_max_tokens=None,
     )
-    more = round_buffers(args, config, 150_000, 2)
+    more = round_buffers(args, config, 150_000, 2, 4096)
     args.cuda_graph_bs = [1, 8, 16]
-    half = round_buffers(args, config, 150_000, 2)
-    assert more - half == 256 * (75_000 + 2 * 3 * 4096) * 2
-    assert half - 256 * (75_000 + 2 * 3 * 4096) * 2 == (96 + 3 * 8) << 20
+    half = round_buffers(args, config, 150_000, 2, 4096)
+    tensors = 256 * (75_000 + 2 * 3 * 4096) * 2
+    assert more - half == tensors
+    passes = row_sizes(16 * 16, None)
+    assert half - tensors - passes[-1] * 4096 * 2 == (96 + 3 * 14 + len(passes) * 11) << 20
+    longer = round_buffers(args, config, 150_000, 2, 40_960)
+    assert longer - half == len(passes) * 11 << 20
+    args.piecewise_cuda_graph_max_tokens = 0
+    assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
     args.disable_cuda_graph = True
-    assert round_buffers(args, config, 150_000, 2) == 0
+    assert round_buffers(args, config, 150_000, 2, 4096) == 0

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
-from sglang_dflash.round.prompt_graphs import MOST_ROWS, PROMPT_ROWS, PromptGraphs, row_sizes
+from sglang_dflash.gpu.pass_sizes import MOST_ROWS, PROMPT_ROWS, row_sizes
+from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
@@ -221,7 +222,7 @@ def test_row_sizes() -> None:
     assert sizes == sorted(set(sizes)) and {960, 1024, 1152} < set(sizes)
     assert row_sizes(0, 4096) == sizes
     assert row_sizes(0, 200) == [64, 128, 192]
-    assert row_sizes(0, 63) == []
+    assert row_sizes(0, 63) == [] and row_sizes(0, -1) == sizes
     assert row_sizes(2048, None)[-1] == 2048 + PROMPT_ROWS
 
 
