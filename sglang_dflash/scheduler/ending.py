@@ -1,7 +1,8 @@
-"""Requests that end with what is in flight, whatever that accepts: another round for them would be in vain."""
+"""Requests that end: with what is in flight, whatever that accepts, or perhaps with the tokens of a round."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def leave_out_ending(batch: ScheduleBatch) -> None:
-    """Takes such requests out of the next decode batch; the result in flight ends them.
+    """Takes requests that end with what is in flight out of the next decode batch: a round would be in vain.
 
     For a scheduler that overlaps, while a result is pending.
     """
@@ -29,3 +30,35 @@ def ends_in_flight(req: Req) -> bool:
     limit = req.sampling_params.max_new_tokens
     ending = req.to_finish is not None or len(req.output_ids) + tokens >= limit
     return req.finished() or bool(tokens and ending)
+
+
+def may_end(req: Req, tokens: Sequence[int]) -> bool:
+    """Whether a request may end with one of a round's tokens, which then have to be looked at one by one.
+
+    Each costs the host some microseconds, and with stop strings a call of the tokenizer. Where this says no, none of
+    them would have ended it.
+    """
+    params, tokenizer = req.sampling_params, req.tokenizer
+    if req.grammar is not None or req.to_finish is not None or params.stop_regex_strs:
+        return True
+    if len(req.output_ids) + len(tokens) >= params.max_new_tokens:
+        return True
+    if min(tokens) < 0 or max(tokens) > req.vocab_size:
+        return True
+    ends = (params.stop_token_ids, req.eos_token_ids)
+    if tokenizer is not None:
+        ends += ({tokenizer.eos_token_id}, tokenizer.additional_stop_token_ids)
+    if any(not set(ids).isdisjoint(tokens) for ids in ends if ids):
+        return True
+    return bool(params.stop_strs) and _may_have_stop_string(req, tokens)
+
+
+def _may_have_stop_string(req: Req, tokens: Sequence[int]) -> bool:
+    """Of all texts in which the release would look after each of the tokens, the one that holds them all."""
+    seen = req.sampling_params.stop_str_max_len + 1
+    text = req.tokenizer.decode([*req.output_ids[-seen:], *tokens])
+    # What a character's first bytes alone are shown as is in none of the longer texts.
+    return any(
+        stop in text or stop in req.decoded_text or "\ufffd" in stop
+        for stop in req.sampling_params.stop_strs
+    )

@@ -73,8 +73,9 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
     if fresh.total:
         slots = alloc_token_slots(batch.tree_cache, fresh.total)
         rows, columns, _ = fresh.tensors(table.device)
-        if page_size > 1:
-            inside = columns < table.shape[1]  # a page may end beyond the longest context
+        if fresh.end > table.shape[1]:  # a page may end beyond the longest context
+            # Rare, because the host waits for the device to know how many these are.
+            inside = columns < table.shape[1]
             rows, columns, slots = rows[inside], columns[inside], slots[inside]
         table[rows, columns] = slots.to(table.dtype)
     if cut.total:
@@ -87,12 +88,13 @@ class _Spans:
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, int]] = []
-        self.total = 0
+        self.total = self.end = 0
 
     def add(self, row: int, begin: int, end: int) -> None:
         if end > begin:
             self.spans.append((row, begin, end))
             self.total += end - begin
+            self.end = max(self.end, end)
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row, column and first column of its span for each cell, [total] int64 each."""

@@ -13,6 +13,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dflash.drawing.not_finite import NOT_FINITE
+from sglang_dflash.scheduler.ending import may_end
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -69,31 +70,39 @@ def commit_round(
 def commit_tokens(req: Req, tokens: list[int]) -> int:
     """Appends a round's tokens to a request, up to the one that finishes it.
 
-    Each is checked alone, as plain decoding does: a stop token before the length limit must win
-    over the limit, though both lie in the same block.
-
     Args:
         tokens: the accepted tokens, the next bonus token last; at least one.
 
     Returns:
         How many of them the request took.
     """
-    taken = 0
-    for token in tokens:
-        if token == NOT_FINITE:
-            token = end_of(req)
-        req.output_ids.append(token)
-        taken += 1
-        req.check_finished()
-        if req.grammar is not None:
-            _advance_grammar(req, token)
-        if req.finished():
-            break
+    taken = len(tokens)
+    if may_end(req, tokens):
+        taken = _commit_one_by_one(req, tokens)
+    else:
+        req.output_ids += tokens
     req.kv_committed_len += taken
     req.last_was_draft = taken < len(tokens)
     req.spec_verify_ct += 1
     req.spec_accepted_tokens += taken - 1
     req.update_spec_acceptance_histogram(taken - 1)
+    return taken
+
+
+def _commit_one_by_one(req: Req, tokens: list[int]) -> int:
+    """Checks each alone, as plain decoding does: a stop token before the length limit must win over the limit, though
+    both lie in the same block."""
+    taken = 0
+    for token in tokens:
+        taken += 1
+        if token == NOT_FINITE:
+            token = end_of(req)
+        req.output_ids.append(token)
+        req.check_finished()
+        if req.grammar is not None:
+            _advance_grammar(req, token)
+        if req.finished():
+            break
     return taken
 
 

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.scheduler.results import (
     Committed,
+    _commit_one_by_one,
     commit_round,
     commit_tokens,
     count_last_token,
@@ -200,3 +203,57 @@ def test_round_in_vain(state: str) -> None:
     committed = commit_round([req], torch.tensor([[11, 12]]), torch.tensor([2]), None)
     assert committed == Committed(taken=[[]], lengths=[], failed=0)
     assert req.output_ids == [10] and req.spec_verify_ct == 0
+
+
+class Words:
+    """A tokenizer whose tokens are pieces of words, and of characters: 50 and 51 are the two halves of one."""
+
+    eos_token_id, additional_stop_token_ids = EOS, {3}
+    pieces = {10: "a", 11: "b", 12: "ab", 13: " ", 50: b"\xc3", 51: b"\xa9"}
+
+    def decode(self, ids: list[int]) -> str:
+        parts = (self.pieces.get(i, "") for i in ids)
+        text = b"".join(p if isinstance(p, bytes) else p.encode() for p in parts)
+        return text.decode(errors="replace")
+
+    def encode(self, text: str, **options) -> list[int]:
+        return [10] * len(text)
+
+
+@given(
+    rounds=st.lists(
+        st.lists(st.sampled_from([10, 11, 12, 13, 50, 51, 60, 3, EOS, 7]), min_size=1, max_size=16),
+        max_size=6,
+    ),
+    stop=st.lists(st.sampled_from(["bb", "aab", "b a", "\u00e9a", "\ufffd", " "]), max_size=2),
+    stop_token_ids=st.sampled_from([None, [60]]),
+    limit=st.integers(1, 60),
+    ignore_eos=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_as_one_by_one(rounds, stop, stop_token_ids, limit, ignore_eos) -> None:
+    """What cannot end a request is appended at once, and nothing else differs from looking at each token."""
+    sampling = dict(
+        max_new_tokens=limit, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
+    )
+    found = []
+    for commit in (commit_tokens, _commit_one_by_one):
+        req = request(**sampling)
+        req.sampling_params.normalize(Words())
+        req.tokenizer = Words()
+        for tokens in rounds:
+            if not req.finished():
+                commit(req, tokens)
+        found.append((req.output_ids, req.finished_reason and req.finished_reason.to_json()))
+    assert found[0] == found[1]
+
+
+def test_a_text_is_made_once_a_round() -> None:
+    """Not once a token, which would be the most that the host does for many requests."""
+    req, calls = request(max_new_tokens=500, stop=["zz"]), []
+    req.sampling_params.normalize(Words())
+    req.tokenizer = Words()
+    req.tokenizer.decode = lambda ids: calls.append(ids) or ""
+    for _ in range(4):
+        commit_tokens(req, [10, 11] * 8)
+    assert len(calls) == 4 and len(req.output_ids) == 65
