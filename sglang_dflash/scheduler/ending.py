@@ -1,9 +1,11 @@
-"""Requests that end: with what is in flight, whatever that accepts, or perhaps with the tokens of a round."""
+"""What results that are in flight mean for requests, and when a round may end one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from sglang_dflash.drawing.sampling import needs_history
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -25,11 +27,16 @@ def ends_in_flight(req: Req) -> bool:
 
     Its limit is then reached even if the round accepts no draft, or its client has gone.
     """
-    # A prefill gives one token, and so does a round at least.
-    tokens = getattr(req, "rounds_in_flight", 0) or (not req.output_ids)
+    # A prefill gives one token, and a round at least one.
+    tokens = getattr(req, "results_in_flight", 0)
     limit = req.sampling_params.max_new_tokens
     ending = req.to_finish is not None or len(req.output_ids) + tokens >= limit
     return req.finished() or bool(tokens and ending)
+
+
+def waits_for_history(reqs: Iterable[Req]) -> bool:
+    """Whether one of some requests can only be drawn for when a result of its own has come that is in flight."""
+    return needs_history(req for req in reqs if getattr(req, "results_in_flight", 0))
 
 
 def may_end(req: Req, tokens: Sequence[int]) -> bool:

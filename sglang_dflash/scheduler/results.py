@@ -112,7 +112,7 @@ def count_last_token(req: Req) -> None:
     It is if the token is a draft that was accepted, or if a round that was launched after it, in vain, runs
     it as its bonus token. Plain decoding with overlap always launches such a step; without, never.
     """
-    run = getattr(req, "last_was_draft", False) or getattr(req, "rounds_in_flight", 0) > 0
+    run = getattr(req, "last_was_draft", False) or getattr(req, "results_in_flight", 0) > 0
     if req.finished() and run and req.kv_committed_len < req.kv_allocated_len:
         req.kv_committed_len += 1
 

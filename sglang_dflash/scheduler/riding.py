@@ -14,9 +14,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.utils import ceil_align
 
-from sglang_dflash.drawing.sampling import needs_history
 from sglang_dflash.round.run import RoundRunner
-from sglang_dflash.scheduler.ending import leave_out_ending
+from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
@@ -56,7 +55,7 @@ class Riding:
         graphs = self._rounds.prompt_graphs
         if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
             return None
-        if pending and needs_history(batch.reqs[i] for i in living):
+        if pending and waits_for_history(batch.reqs[i] for i in living):
             return None
         if not _leaves_enough(scheduler, batch.new_tokens_required_next_decode(living)):
             return None

@@ -7,19 +7,19 @@ What the host needs it knows as upper bounds; what it does not know stays on the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dflash.drawing.sampling import needs_history
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
-from sglang_dflash.scheduler.ending import leave_out_ending
+from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
 
 # Why an overlapped round waited for the result of the one before.
 HISTORY, SLOTS = "history", "slots"
@@ -54,7 +54,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         """
         leave_out_ending(batch)
         living = range(len(batch.reqs))
-        if needs_history(batch.reqs):
+        if waits_for_history(batch.reqs):
             reason = HISTORY
         elif living and not batch.check_decode_mem():
             reason = SLOTS
@@ -67,13 +67,13 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Launches a prefill, or one round over a decode batch; waits for neither."""
         next_input = DFlashDraftInput(lookahead=2 * self.width, new_seq_lens=batch.seq_lens)
+        for req in batch.reqs:
+            req.results_in_flight = getattr(req, "results_in_flight", 0) + 1
         if batch.forward_mode.is_extend():
             result = self.prefill(batch)
             result.next_draft_input = next_input
             return result
 
-        for req in batch.reqs:
-            req.rounds_in_flight = getattr(req, "rounds_in_flight", 0) + 1
         # The round before this one may still be running: it commits at most a block more.
         result = self.run_round(batch, ahead=self.width)
         launched = GenerationBatchResult(
@@ -87,8 +87,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
         """Commits a round to its requests, now that its result is on the host; the tokens of each."""
-        for req in batch.reqs:
-            req.rounds_in_flight -= 1
+        _landed(batch.reqs)
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
         taken = self.commit(batch.reqs, tokens, lengths, result.logits_output)
@@ -96,3 +95,13 @@ class DFlashWorkerV2(DFlashWorkerBase):
         result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
         return taken
+
+    def first_tokens(self, reqs: Sequence[Req], tokens: list[int]) -> list[int]:
+        _landed(reqs)
+        return super().first_tokens(reqs, tokens)
+
+
+def _landed(reqs: Iterable[Req]) -> None:
+    """A result of these requests is on the host."""
+    for req in reqs:
+        req.results_in_flight -= 1

@@ -89,7 +89,7 @@ def test_limit_wins_over_a_later_stop_token() -> None:
 def test_last_token(tokens: list[int], slots: int, in_flight: int, counted: bool) -> None:
     """Its K/V is counted where it is there, for whoever has the same prefix next."""
     req = request(max_new_tokens=50)
-    req.kv_allocated_len, req.rounds_in_flight = slots, in_flight
+    req.kv_allocated_len, req.results_in_flight = slots, in_flight
     before = 3 + commit_tokens(req, tokens)
     assert req.kv_committed_len == before
     count_last_token(req)

@@ -118,16 +118,17 @@ def test_nobody_rides() -> None:
     assert not boards(scheduler)
 
 
-def test_who_needs_history_waits_for_a_pending_result() -> None:
+def test_who_needs_history_waits_for_a_result_of_its_own() -> None:
     constrained = request(grammar=object())
+    waiting = request(grammar=object(), results_in_flight=1)
     assert boards(world(constrained))
-    assert not boards(world(request(), constrained, result_queue=[None]))
-    assert boards(world(request(), result_queue=[None]))
-    ended = request(grammar=object(), finished=lambda: True)
+    assert boards(world(constrained, request(results_in_flight=1), result_queue=[None]))
+    assert not boards(world(request(), waiting, result_queue=[None]))
+    ended = request(grammar=object(), results_in_flight=1, finished=lambda: True)
     assert boards(world(request(), ended, result_queue=[None]))
-    waits_anyway = world(constrained, result_queue=[None])
-    waits_anyway.running_batch.is_spec_v2 = False
-    assert boards(waits_anyway)
+    alone = world(waiting, result_queue=[None])
+    alone.running_batch.is_spec_v2 = False
+    assert boards(alone)
 
 
 def test_slots_for_the_round() -> None:
@@ -172,13 +173,13 @@ def test_no_room_in_a_pass() -> None:
 @pytest.mark.parametrize(
     ("pending", "ends"),
     [
-        ({"rounds_in_flight": 1, "output_ids": [0] * 99}, True),
-        ({"rounds_in_flight": 1, "output_ids": [0] * 98}, False),
-        ({"rounds_in_flight": 0, "output_ids": [0] * 99}, False),
-        ({"rounds_in_flight": 1, "to_finish": object()}, True),
-        ({"rounds_in_flight": 0, "to_finish": object()}, False),
-        ({"output_ids": [], "to_finish": object()}, True),
-        ({"output_ids": []}, False),
+        ({"results_in_flight": 1, "output_ids": [0] * 99}, True),
+        ({"results_in_flight": 1, "output_ids": [0] * 98}, False),
+        ({"results_in_flight": 0, "output_ids": [0] * 99}, False),
+        ({"results_in_flight": 1, "to_finish": object()}, True),
+        ({"results_in_flight": 0, "to_finish": object()}, False),
+        ({"results_in_flight": 1, "output_ids": [], "to_finish": object()}, True),
+        ({"results_in_flight": 1, "output_ids": []}, False),
     ],
 )
 def test_who_ends_with_what_is_in_flight(pending: dict[str, Any], ends: bool) -> None:
