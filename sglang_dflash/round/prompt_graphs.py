@@ -89,6 +89,9 @@ class PromptGraphs:
         return stages.Blocks(round.rows, round.positions, blocks.draft_tokens, target)
 
     def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether a pass computes what a batch asks for: plain causal attention over tokens, and not too many."""
+        if batch.is_prefill_only and self.runner.server_args.multi_item_scoring_delimiter:
+            return False  # items of a request do not see each other
         return (
             batch.forward_mode == ForwardMode.EXTEND
             and batch.input_embeds is None

@@ -189,14 +189,15 @@ def test_reservations_shrink_before_anyone_is_retracted(free: int) -> None:
 
 
 def test_rounds_that_need_history_wait_before_anything_is_reserved() -> None:
-    """A grammar makes its batch wait, and that of a request that has finished does not."""
+    """A grammar makes its batch wait for a result of its own; that of a request that has finished does not."""
     batch = world(1)
     req, done = admit(batch, prompt=10, limit=60), admit(batch, prompt=10, limit=60)
     req.finished, done.finished = lambda: False, lambda: True
     done.grammar = object()
     batch, (made, reasons) = overlapped(batch), worker()
-    for grammar, waits in ((object(), True), (None, False)):
+    for grammar, in_flight, waits in ((object(), 1, True), (object(), 0, False), (None, 1, False)):
         batch.spec_info, req.grammar = DFlashDraftInput(TWO_ROUNDS), grammar
+        req.results_in_flight = in_flight
         before = batch.tree_cache.token_to_kv_pool_allocator.available_size()
         assert made.must_wait(batch) == waits
         assert batch.spec_info.lookahead == (ONE_ROUND if waits else TWO_ROUNDS)

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.gpu.pass_sizes import MOST_ROWS, PROMPT_ROWS, row_sizes
 from sglang_dflash.round.prompt_graphs import PromptGraphs
@@ -215,6 +216,32 @@ def test_prompts_that_wait_in_numbers(backlog: int, rows: int) -> None:
 def test_holds() -> None:
     assert GRAPHS.holds(256, 4)
     assert not GRAPHS.holds(257, 4) and not GRAPHS.holds(256, 5)
+
+
+def test_what_a_pass_computes() -> None:
+    """Plain causal attention over tokens; anything else is the release's."""
+    asked = dict(
+        forward_mode=ForwardMode.EXTEND,
+        input_embeds=None,
+        input_ids=[0] * 100,
+        batch_size=2,
+        is_prefill_only=False,
+        return_hidden_states_before_norm=False,
+        contains_mm_inputs=lambda: False,
+    )
+
+    def can_run(delimiter: int | None = None, **other: Any) -> bool:
+        args = SimpleNamespace(multi_item_scoring_delimiter=delimiter)
+        GRAPHS.runner = SimpleNamespace(server_args=args)
+        return GRAPHS.can_run(SimpleNamespace(**asked | other))
+
+    assert can_run() and can_run(is_prefill_only=True) and can_run(delimiter=7)
+    assert not can_run(delimiter=7, is_prefill_only=True)
+    assert not can_run(forward_mode=ForwardMode.TARGET_VERIFY)
+    assert not can_run(input_embeds=torch.zeros(1))
+    assert not can_run(input_ids=[0] * 300) and not can_run(batch_size=5)
+    assert not can_run(return_hidden_states_before_norm=True)
+    assert not can_run(contains_mm_inputs=lambda: True)
 
 
 def test_row_sizes() -> None:
