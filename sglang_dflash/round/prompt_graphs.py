@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -29,6 +29,9 @@ from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.side_by_side import Blocks, SideBySide
 from sglang_dflash.round.target import TargetRows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch
 
 logger = logging.getLogger(__name__)
 
@@ -82,23 +85,35 @@ class PromptGraphs:
         self._blocks = blocks
 
     def leave(self) -> stages.Blocks:
-        """Those blocks, verified."""
+        """Those blocks, verified.
+
+        Raises:
+            RuntimeError: the prompts ran without them.
+        """
         blocks, self._blocks = self._blocks, None
-        target = replace(self._last, hidden_states=self._hidden[: blocks.rows])
+        target, self._last = self._last, None
+        if target is None:
+            raise RuntimeError(
+                "DFLASH: the target ran prompts without the blocks that were to be beside them."
+            )
+        target = replace(target, hidden_states=self._hidden[: blocks.rows])
         round = blocks.round
         return stages.Blocks(round.rows, round.positions, blocks.draft_tokens, target)
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a pass computes what a batch asks for: plain causal attention over tokens, and not too many."""
-        if batch.is_prefill_only and self.runner.server_args.multi_item_scoring_delimiter:
-            return False  # items of a request do not see each other
+    def computes(self, batch: ForwardBatch | ModelWorkerBatch) -> bool:
+        """Whether what prompts ask for is plain causal attention over tokens."""
+        # Items of a request that is scored do not see each other.
+        scored = self.runner.server_args.multi_item_scoring_delimiter and batch.is_prefill_only
         return (
-            batch.forward_mode == ForwardMode.EXTEND
+            not scored
             and batch.input_embeds is None
             and not batch.return_hidden_states_before_norm
-            and not batch.contains_mm_inputs()
-            and self.holds(len(batch.input_ids), batch.batch_size)
+            and batch.forward_mode == ForwardMode.EXTEND
         )
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether a pass was captured for prompts."""
+        return self.computes(batch) and self.holds(len(batch.input_ids), batch.batch_size)
 
     def replay(self, batch: ForwardBatch, **kwargs: Any) -> LogitsProcessorOutput:
         """What the model gives for prompts; their taps are context already."""
@@ -110,8 +125,9 @@ class PromptGraphs:
         self.inputs.fill(size, blocks, batch)
         last = self._graphs[self._key(size, longest)]
         last.graph.replay()
-        self._last, hidden = last.rows, self._hidden[first : first + prompt_rows]
-        return self._last.head.after_prompts(batch, hidden, self._last.lm_head)
+        rows, hidden = last.rows, self._hidden[first : first + prompt_rows]
+        self._last = None if blocks is None else rows
+        return rows.head.after_prompts(batch, hidden, rows.lm_head)
 
     def prompt_rows(self, block_rows: int, slowdown: float, backlog: int) -> int:
         """Rows of prompts that a round over so many rows takes along.

@@ -19,6 +19,7 @@ from sglang_dflash.round.side_by_side import Blocks as SideBlocks
 from sglang_dflash.round.stages import accept_blocks, run_models
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ModelWorkerBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
@@ -92,14 +93,15 @@ class RoundRunner:
         return RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
 
     def holds_prompts(
-        self, start_bounds: torch.Tensor, width: int, prompt_rows: int, prompts: int
+        self, start_bounds: torch.Tensor, width: int, prompts: ModelWorkerBatch
     ) -> bool:
         """Whether a round's blocks and prompts beside them are one pass of the target."""
         requests, both = len(start_bounds), self.prompt_graphs
         return (
             both is not None
             and self.graphs.key(start_bounds, width) is not None
-            and both.holds(requests * width + prompt_rows, requests + prompts)
+            and both.computes(prompts)
+            and both.holds(requests * width + len(prompts.input_ids), requests + len(prompts.reqs))
         )
 
     def run_with_prompts(

@@ -92,12 +92,11 @@ class Riding:
     def prompts_for(self, start_bounds: torch.Tensor, width: int) -> ModelWorkerBatch | None:
         """Prompts that the target runs in the same pass as a round's blocks, if it can."""
         prompts = self._prompts
-        if prompts is None or prompts.input_embeds is not None:
-            return None
-        rows, requests = len(prompts.input_ids), len(prompts.reqs)
-        if not self._rounds.holds_prompts(start_bounds, width, rows, requests):
+        if prompts is None or self._rounds.prompt_graphs is None:
             return None
         batch = prompts.get_model_worker_batch()
+        if not self._rounds.holds_prompts(start_bounds, width, batch):
+            return None
         if prompts.enable_overlap:
             # The scheduler does the same: what is drawn with may change before it is used.
             batch.sampling_info = batch.sampling_info.copy_for_forward()

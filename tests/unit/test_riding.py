@@ -218,22 +218,23 @@ def test_holds() -> None:
     assert not GRAPHS.holds(257, 4) and not GRAPHS.holds(256, 5)
 
 
+ASKED = dict(
+    forward_mode=ForwardMode.EXTEND,
+    input_embeds=None,
+    input_ids=[0] * 100,
+    batch_size=2,
+    is_prefill_only=False,
+    return_hidden_states_before_norm=False,
+)
+
+
 def test_what_a_pass_computes() -> None:
     """Plain causal attention over tokens; anything else is the release's."""
-    asked = dict(
-        forward_mode=ForwardMode.EXTEND,
-        input_embeds=None,
-        input_ids=[0] * 100,
-        batch_size=2,
-        is_prefill_only=False,
-        return_hidden_states_before_norm=False,
-        contains_mm_inputs=lambda: False,
-    )
 
     def can_run(delimiter: int | None = None, **other: Any) -> bool:
         args = SimpleNamespace(multi_item_scoring_delimiter=delimiter)
         GRAPHS.runner = SimpleNamespace(server_args=args)
-        return GRAPHS.can_run(SimpleNamespace(**asked | other))
+        return GRAPHS.can_run(SimpleNamespace(**ASKED | other))
 
     assert can_run() and can_run(is_prefill_only=True) and can_run(delimiter=7)
     assert not can_run(delimiter=7, is_prefill_only=True)
@@ -241,7 +242,6 @@ def test_what_a_pass_computes() -> None:
     assert not can_run(input_embeds=torch.zeros(1))
     assert not can_run(input_ids=[0] * 300) and not can_run(batch_size=5)
     assert not can_run(return_hidden_states_before_norm=True)
-    assert not can_run(contains_mm_inputs=lambda: True)
 
 
 def test_row_sizes() -> None:
@@ -304,8 +304,39 @@ def test_a_round_that_fails_forgets_its_prompts() -> None:
 
 
 def test_prompts_without_graphs() -> None:
-    """Prompts of embeddings, and those of a server without graphs, have a pass of their own."""
-    for embeds in (None, torch.zeros(1)):
-        ridden = riding()
-        ridden._prompts = SimpleNamespace(input_embeds=embeds, input_ids=[0], reqs=[request()])
-        assert ridden.prompts_for(torch.tensor([20]), WIDTH) is None
+    """Those of a server without graphs have a pass of their own."""
+    ridden = riding()
+    ridden._prompts = SimpleNamespace(input_ids=[0], reqs=[request()])
+    assert ridden.prompts_for(torch.tensor([20]), WIDTH) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "rides"),
+    [
+        ({}, True),
+        ({"input_embeds": torch.zeros(1)}, False),
+        ({"input_ids": [0] * 300}, False),
+        ({"is_prefill_only": True}, False),  # whose items are scored apart
+        ({"return_hidden_states_before_norm": True}, False),
+    ],
+)
+def test_prompts_that_no_pass_computes_are_not_beside_blocks(
+    other: dict[str, Any], rides: bool
+) -> None:
+    """Their blocks would not have run, and what a pass left before would be taken for theirs."""
+    ridden = riding(0.5, GRAPHS)
+    ridden._rounds.graphs = SimpleNamespace(key=lambda bounds, width: width)
+    GRAPHS.runner = SimpleNamespace(server_args=SimpleNamespace(multi_item_scoring_delimiter=7))
+    batch = SimpleNamespace(**ASKED | {"reqs": [request()]} | other)
+    ridden._prompts = SimpleNamespace(
+        get_model_worker_batch=lambda: batch, enable_overlap=False, reqs=batch.reqs
+    )
+    found = ridden.prompts_for(torch.tensor([20]), WIDTH)
+    assert found is (batch if rides else None)
+
+
+def test_blocks_that_did_not_run_are_not_taken_for_verified() -> None:
+    graphs = timed([64], [1.0])
+    graphs._blocks, graphs._last = object(), None
+    with pytest.raises(RuntimeError, match="without the blocks"):
+        graphs.leave()
