@@ -24,11 +24,12 @@ from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
-from sglang_dflash.round import stages
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
 from sglang_dflash.round.parts import Parts
-from sglang_dflash.round.side_by_side import Blocks, SideBySide
+from sglang_dflash.round.side_by_side import Drafted, SideBySide
+from sglang_dflash.round.stages import Blocks
 from sglang_dflash.round.target import TargetRows
+from sglang_dflash.serving.memory import GIB
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 PROMPTS = 64  # beside the most blocks that a round has
 PATIENCE = 16  # rounds after which all prompts that wait should be through
-GIB = 1 << 30
 _TIMES = 3  # of which the shortest counts
 
 
@@ -70,7 +70,7 @@ class PromptGraphs:
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests)
         self._hidden: torch.Tensor | None = None
-        self._blocks: Blocks | None = None
+        self._blocks: Drafted | None = None
         self._last: TargetRows | None = None
         self._graphs: dict[Key, Captured] = {}
         self._capture_all()
@@ -80,11 +80,11 @@ class PromptGraphs:
         """Whether a pass over so many rows of so many requests was captured."""
         return rows <= self.sizes[-1] and requests <= self.inputs.most
 
-    def board(self, blocks: Blocks) -> None:
+    def board(self, blocks: Drafted) -> None:
         """Blocks that the next prompts are to take along."""
         self._blocks = blocks
 
-    def leave(self) -> stages.Blocks:
+    def leave(self) -> Blocks:
         """Those blocks, verified.
 
         Raises:
@@ -98,7 +98,7 @@ class PromptGraphs:
             )
         target = replace(target, hidden_states=self._hidden[: blocks.rows])
         round = blocks.round
-        return stages.Blocks(round.rows, round.positions, blocks.draft_tokens, target)
+        return Blocks(round.rows, round.positions, blocks.draft_tokens, target)
 
     def computes(self, batch: ForwardBatch | ModelWorkerBatch) -> bool:
         """Whether what prompts ask for is plain causal attention over tokens."""

@@ -15,7 +15,7 @@ from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
-from sglang_dflash.round.side_by_side import Blocks as SideBlocks
+from sglang_dflash.round.side_by_side import Drafted
 from sglang_dflash.round.stages import accept_blocks, run_models
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class RoundRunner:
         round, draft_tokens = self.graphs.propose(self.graphs.key(start_bounds, width), rows)
         sampling = sampling and sampling.after(draft_tokens)
         round = replace(round, start_bounds=start_bounds)
-        self.prompt_graphs.board(SideBlocks(round, draft_tokens))
+        self.prompt_graphs.board(Drafted(round, draft_tokens))
         result = prefill()
         blocks = self.prompt_graphs.leave()
         return RoundResult(*accept_blocks(self.parts, blocks, sampling)), result

@@ -24,7 +24,7 @@ from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Drafted:
     """Blocks whose draft model has run.
 
     Attributes:
@@ -69,7 +69,7 @@ class SideBySide:
         pages = -(-req_to_token.shape[1] // page_size)
         self.page_table = torch.zeros(requests + 1, pages, dtype=torch.int32, device=device)
 
-    def fill(self, size: int, blocks: Blocks | None, prompts: ForwardBatch) -> None:
+    def fill(self, size: int, blocks: Drafted | None, prompts: ForwardBatch) -> None:
         """Puts blocks and prompts side by side, and fills up to `size` rows."""
         at = request = 0
         self.requests.fill_(self.padding_row)
@@ -93,7 +93,7 @@ class SideBySide:
             ends = ends.pin_memory()
         self.ends.copy_(ends, non_blocking=True)
 
-    def _ends(self, size: int, blocks: Blocks | None, prompts: ForwardBatch) -> Iterator[int]:
+    def _ends(self, size: int, blocks: Drafted | None, prompts: ForwardBatch) -> Iterator[int]:
         at = requests = 0
         if blocks is not None:
             at, requests = blocks.rows, len(blocks.draft_tokens)

@@ -28,7 +28,9 @@ from tests.unit.targets import SMALL, make_target
 WIDTH, CONTEXT = 3, SMALL["max_position_embeddings"]
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="servers do this when they start"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="computes on the CPU, where a GPU's kernels do not run"
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.round.opened import Round
-from sglang_dflash.round.side_by_side import Blocks, SideBySide
+from sglang_dflash.round.side_by_side import Drafted, SideBySide
 from sglang_dflash.round.state import RequestState
 
 CONTEXT, OWNERS, MOST, ROWS, WIDTH = 96, 6, 5, 64, 4
@@ -30,12 +30,12 @@ class World:
         self.table[row, length:] = 0
         self.inputs = SideBySide(self.table, page_size, ROWS, MOST)
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> Drafted:
         rows, lengths = torch.tensor(list(DECODING)), torch.tensor(list(DECODING.values()))
         state = RequestState(OWNERS, "cpu")
         state.start(rows, 100 + rows, lengths)
         round = Round.open(state, rows, lengths + WIDTH, WIDTH, self.table, CONTEXT)
-        return Blocks(round, 200 + torch.arange(len(rows) * (WIDTH - 1)).view(-1, WIDTH - 1))
+        return Drafted(round, 200 + torch.arange(len(rows) * (WIDTH - 1)).view(-1, WIDTH - 1))
 
     def prompts(self) -> SimpleNamespace:
         """The fields of a forward batch that are read."""
