@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
@@ -15,6 +15,7 @@ from benchmark import servers
 from benchmark.errors import CellFailed
 from benchmark.servers import Server, ServerFailed
 from benchmark.traffic import counters
+from benchmark.traffic.answers import refusal
 from benchmark.traffic.systems import Choice
 
 FLUSHES = ("/flush_cache", "/reset_prefix_cache")  # SGLang's, vLLM's
@@ -29,6 +30,7 @@ class Served:
         server: None for one that was not started here.
         model: what requests call the model.
         dead: why it serves no more, or never did.
+        refused: why it does not answer requests of a (workload, kind).
     """
 
     choice: Choice
@@ -36,6 +38,7 @@ class Served:
     server: Server | None = None
     model: str = ""
     dead: str | None = None
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -57,7 +60,8 @@ class Served:
         """Asks the first alone and then all at once: what is compiled or allocated late is, then.
 
         Raises:
-            ServerFailed: one was not answered.
+            CellFailed: one was refused.
+            requests.RequestException: one was not answered.
         """
 
         def ask(body: bytes) -> None:
@@ -68,7 +72,7 @@ class Served:
                 timeout=seconds,
             )
             if answer.status_code != 200:
-                raise ServerFailed(f"the first requests were refused: {answer.text[:300]}")
+                raise CellFailed(refusal(answer.status_code, answer.text))
 
         ask(bodies[0])
         with ThreadPoolExecutor(len(bodies)) as pool:

@@ -213,17 +213,25 @@ def _origins(run: Run, served: Sequence[Served]) -> dict[str, dict[str, Any]]:
 def _warmer(
     run: Run, waiting: Sequence[Cell], most: int, seconds: float
 ) -> Callable[[Served], None]:
-    """What warms a server up, before anything is measured: requests of each kind that will come."""
+    """What warms a server up, before anything is measured: requests of each kind that will come.
+
+    One that the server refuses costs the cells that would ask it.
+    """
     kinds = dict.fromkeys((cell.place.workload, cell.place.kind) for cell in waiting)
 
     def warm(served: Served) -> None:
-        seen: set[str] = set()
+        warmed: set[str] = set()
         for workload, kind in kinds:
-            if kind not in seen:
-                seen.add(kind)
-                pool, sampling = run.pools[workload], run.options.sampling
-                bodies = pool.bodies(kind, sampling, served.model, WARM_UP_TOKENS, stream=False)
+            if kind in warmed:
+                continue
+            pool, sampling = run.pools[workload], run.options.sampling
+            bodies = pool.bodies(kind, sampling, served.model, WARM_UP_TOKENS, stream=False)
+            try:
                 served.warm_up(bodies[-most:], seconds)
+                warmed.add(kind)
+            except CellFailed as failure:
+                served.refused[workload, kind] = str(failure)
+                print(f"{served.name}: {workload} {kind} is refused: {failure}", flush=True)
 
     return warm
 
@@ -243,6 +251,9 @@ def _measure_all(
             return
         if served.dead:
             run.keep(cell, {"error": served.dead, "provenance": {}})
+            continue
+        if refused := served.refused.get((cell.place.workload, cell.place.kind)):
+            run.keep(cell, {"error": refused, "provenance": origins[served.name]})
             continue
         began = time.monotonic()
         try:

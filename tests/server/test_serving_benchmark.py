@@ -108,6 +108,25 @@ def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> No
 
 
 @exact
+def test_a_kind_that_a_server_refuses_costs_its_cells(tmp_path: Path, plain: Server) -> None:
+    """Also where it is asked first: the server is warmed up by the other kinds, and measured."""
+    output = tmp_path / "found.jsonl"
+    places = ("--cells", "chat/grammar/1,2", "chat/greedy/1")
+    with running(tmp_path / "refusing.log", "--grammar-backend", "none") as refusing:
+        servers = {"plain": plain.url, "refusing": refusing.url}
+        assert measure(output, servers, *places, requests=2) == 1
+        refusing.check_idle()
+    found = rows(output)
+    assert len(found) == 6
+    for row in found:
+        if (row["system"], row["kind"]) == ("refusing", "grammar"):
+            assert row["error"].startswith("the server answered with status 400: Grammar-based")
+        else:
+            assert row["error"] is None and row["output_tok_s"] > 0
+    assert "refusing: the server answered with status 400" in output.with_suffix(".md").read_text()
+
+
+@exact
 def test_it_stops_when_the_time_is_up(
     tmp_path: Path, plain: Server, capsys: pytest.CaptureFixture
 ) -> None:
