@@ -163,6 +163,7 @@ class DFlashDraftModel(nn.Module):
     Attributes:
         draft: its config, in the package's own terms.
         fused: its layers as captured rounds run them; None until then, and where they cannot be fused.
+        tells_margins: whether it says how sure it is of its drafts.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
@@ -186,6 +187,7 @@ class DFlashDraftModel(nn.Module):
         )
         self.norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
         self.fused: FusedLayers | None = None
+        self.tells_margins = False
         self.embed_tokens = self.lm_head = None
         if draft.own_embedding:
             self.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size)
@@ -260,10 +262,17 @@ class DFlashDraftModel(nn.Module):
     @torch.no_grad()
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, **_
-    ) -> torch.Tensor:
-        """Draft tokens of each block: [bs * width] int64 → [bs, width - 1] int64."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Draft tokens of each block: [bs * width] int64 → [bs, width - 1] int64.
+
+        If `tells_margins`, those and by how much each is above the next, [bs, width - 1] float32.
+        """
         drafted = self.draft_states(input_ids, positions, forward_batch)
-        return self.vocabulary.argmax(drafted).view(-1, forward_batch.spec_info.draft_token_num - 1)
+        drafts = forward_batch.spec_info.draft_token_num - 1
+        if not self.tells_margins:
+            return self.vocabulary.argmax(drafted).view(-1, drafts)
+        tokens, margins = self.vocabulary.likeliest_with_margin(drafted)
+        return tokens.view(-1, drafts), margins.view(-1, drafts)
 
     @torch.no_grad()
     def draft_states(

@@ -7,7 +7,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import nn
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.gpu.kernels.argmax import row_max
+from sglang_dflash.gpu.kernels.argmax import row_max, row_top2
 
 
 class BorrowedVocabulary:
@@ -81,6 +81,24 @@ class BorrowedVocabulary:
         best = values.argmax(dim=0, keepdim=True)
         token = ids.gather(0, best).squeeze(0).to(torch.int64)
         return values.gather(0, best).squeeze(0), token
+
+    def likeliest_with_margin(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Likeliest token, and by how much its logit is above the next: [n, hidden] → [n] int64, [n] float32.
+
+        All ranks get the same numbers.
+        """
+        value, index, second = row_top2(self.logits(hidden))
+        group = get_tp_group()
+        if group.world_size == 1:
+            return index, (value.float() - second.float())
+        token_ids = (index + self._first_id).double()
+        mine = torch.stack([value.double(), token_ids, second.double()])  # [3, n]
+        values, ids, seconds = group.all_gather(mine[None], dim=0).unbind(dim=1)  # [tp, n] each
+        best = values.argmax(dim=0, keepdim=True)
+        top = values.gather(0, best).squeeze(0)
+        others = values.scatter(0, best, seconds.gather(0, best))
+        token = ids.gather(0, best).squeeze(0).to(torch.int64)
+        return token, (top - others.amax(dim=0)).float()
 
 
 def embedding_of(target: nn.Module) -> nn.Module:

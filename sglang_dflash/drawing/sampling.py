@@ -226,9 +226,14 @@ class OnItsWay:
 
     def rows(self, wanted: list[int]) -> list[list[int]]:
         """Some of the rows, once they are there."""
+        values = self.tensor()
+        return [values[i].tolist() for i in wanted]
+
+    def tensor(self) -> torch.Tensor:
+        """All of them, once they are there."""
         if self._done is not None:
             self._done.synchronize()
-        return [self._values[i].tolist() for i in wanted]
+        return self._values
 
 
 def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int) -> None:

@@ -10,6 +10,7 @@ from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
 from sglang_dflash.drawing.not_finite import mark
 from sglang_dflash.drawing.ranks import agreed
 from sglang_dflash.drawing.sampling import Sampling, rows_of
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.target import TargetRows
 
 
@@ -30,13 +31,15 @@ def choose(
     positions: torch.Tensor,
     draft_tokens: torch.Tensor,
     sampling: Sampling | None,
+    ragged: Ragged | None = None,
 ) -> tuple[torch.Tensor, LogitsProcessorOutput | None]:
-    """A token after every row of the blocks.
+    """A token after every row of the blocks; after one that was not verified, any.
 
     Args:
         positions: [bs * width] int64.
         draft_tokens: [bs, width - 1] int64.
         sampling: how to draw; None for the likeliest tokens.
+        ragged: which rows `rows` are; None for all.
 
     Returns:
         [bs, width] int64, and log-probabilities [bs, width] and final hidden states [bs * width, hidden]
@@ -44,7 +47,10 @@ def choose(
     """
     bs, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     if sampling is None:
-        return likeliest(vocabulary, rows.hidden_states).view(bs, width), None
+        tokens = likeliest(vocabulary, rows.hidden_states)
+        return tokens.view(bs, width) if ragged is None else ragged.spread(tokens), None
+    if ragged is not None:
+        rows = rows.at(ragged.nearest)
     drawn, output = sampling.draw(sampler, rows.logits, positions, width, draft_tokens)
     if sampling.return_hidden_states:
         output.hidden_states = rows.hidden_states

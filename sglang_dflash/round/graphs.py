@@ -17,19 +17,21 @@ from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.drawing.sampling import Sampling, rows_of
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
 from sglang_dflash.gpu.targets import Body
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.block_model import BlockModel
+from sglang_dflash.round.costs import Staircase, milliseconds
 from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
+from sglang_dflash.round.survival import Estimate, Survival
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,25 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Proposed:
+    """What the first stage of a round gives.
+
+    Attributes:
+        draft_tokens: [bs, width - 1] int64.
+        estimate: what is expected of them; None if nobody asks.
+    """
+
+    round: Round
+    draft_tokens: torch.Tensor
+    estimate: Estimate | None
+
+    def first(self, requests: int) -> Proposed:
+        """Of the first requests, where the others only pad the batch."""
+        estimate = self.estimate and self.estimate.first(requests)
+        return Proposed(self.round.first(requests), self.draft_tokens[:requests], estimate)
+
+
+@dataclass(frozen=True)
 class Captured:
     """Graphs of a key, and what they write, which the next round overwrites.
 
@@ -52,13 +73,17 @@ class Captured:
     """
 
     propose: torch.cuda.CUDAGraph
-    round: Round
-    draft_tokens: torch.Tensor
+    drafted: Proposed
     verify: torch.cuda.CUDAGraph
     blocks: Blocks
     greedy: torch.cuda.CUDAGraph
     accepted: Accepted
     read: tuple[CapturedModel, CapturedModel]
+
+    def replay_rest(self) -> None:
+        """All that follows the first stage, without draws."""
+        self.verify.replay()
+        self.greedy.replay()
 
 
 class Attention(NamedTuple):
@@ -124,9 +149,18 @@ class RoundGraphs:
     """
 
     def __init__(
-        self, parts: Parts, attention: Attention, sizes: Iterable[int], widths: Iterable[int]
+        self,
+        parts: Parts,
+        attention: Attention,
+        sizes: Iterable[int],
+        widths: Iterable[int],
+        survival: Survival | None = None,
     ):
-        self.parts, self.attention = parts, attention
+        """
+        Args:
+            survival: what says how likely drafts are to be accepted; None if nobody asks.
+        """
+        self.parts, self.attention, self.survival = parts, attention, survival
         self.sizes, self.widths = sorted(sizes), sorted(widths)
         self.page_size = parts.target.runner.page_size
         device, largest = parts.req_to_token.device, self.sizes[-1]
@@ -134,6 +168,7 @@ class RoundGraphs:
         self.rows = torch.full(
             (largest,), parts.state.padding_row, dtype=torch.int64, device=device
         )
+        self.drawn = torch.zeros(largest, dtype=torch.int64, device=device)
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
@@ -146,35 +181,56 @@ class RoundGraphs:
         batch_size = len(start_bounds)
         if batch_size > self.sizes[-1] or width not in self.widths:
             return None
+        return self._key(batch_size, int(start_bounds.max()) + width, width)
+
+    def _key(self, batch_size: int, longest: int, width: int) -> Key:
         bucket = self.sizes[bisect.bisect_left(self.sizes, batch_size)]
-        short = Key(bucket, width, int(start_bounds.max()) + width <= SHORT_CONTEXT)
+        short = Key(bucket, width, longest <= SHORT_CONTEXT)
         return short if short in self._graphs else Key(bucket, width, False)
 
-    def replay(
-        self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None
+    def verify(
+        self, key: Key, proposed: Proposed, sampling: Sampling | None = None
     ) -> tuple[Accepted, LogitsProcessorOutput | None]:
-        """A round over the requests at `rows` ([bs] int64); its result is overwritten by the next.
+        """The other stages of a round, over whole blocks; its result is overwritten by the next.
 
         Args:
+            proposed: what `propose` gave for the same key.
             sampling: how to draw, kernel by kernel; None for the likeliest tokens.
         """
-        _, draft_tokens = self.propose(key, rows)
-        graphs, batch_size = self._graphs[key], len(rows)
-        sampling = sampling and sampling.after(draft_tokens)
+        graphs, batch_size = self._graphs[key], len(proposed.draft_tokens)
+        sampling = sampling and sampling.after(proposed.draft_tokens)
         graphs.verify.replay()
         if sampling is not None:
             return accept_blocks(self.parts, graphs.blocks.first(batch_size), sampling)
         graphs.greedy.replay()
         return graphs.accepted.first(batch_size), None
 
-    def propose(self, key: Key, rows: torch.Tensor) -> tuple[Round, torch.Tensor]:
-        """The first stage of such a round, whose blocks somebody else verifies; and its draft tokens."""
+    def propose(self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
+        """The first stage of a round over the requests at `rows` ([bs] int64)."""
+        self._tell_who_draws(len(rows), sampling)
         batch_size, graphs = len(rows), self._graphs[key]
         self.rows[:batch_size].copy_(rows)
         if key.bucket > batch_size:
             self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
         graphs.propose.replay()
-        return graphs.round.first(batch_size), graphs.draft_tokens[:batch_size]
+        return graphs.drafted.first(batch_size)
+
+    def _tell_who_draws(self, batch_size: int, sampling: Sampling | None) -> None:
+        if self.survival is None:
+            return
+        drawn = self.drawn[:batch_size].zero_()
+        if sampling is not None:
+            drawn[rows_of(sampling.drawing, 1, drawn.device)] = 1
+
+    def times(self) -> dict[int, tuple[Staircase, Staircase]]:
+        """By width: what the first stage takes, and what the others do, by requests."""
+        measured = {}
+        for width in self.widths:
+            graphs = [self._graphs[self._key(size, 0, width)] for size in self.sizes]
+            first = milliseconds([each.propose.replay for each in graphs])
+            rest = milliseconds([each.replay_rest for each in graphs])
+            measured[width] = Staircase(self.sizes, first), Staircase(self.sizes, rest)
+        return measured
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
@@ -213,16 +269,16 @@ class RoundGraphs:
         read = self._models(key)
         for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
             torch.cuda.synchronize()
-            accept_blocks(self.parts, self._verify(*self._propose(key, read), read))
+            accept_blocks(self.parts, self._verify(self._propose(key, read), read))
         torch.cuda.synchronize()
         first, second, greedy = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(first, pool=pool, stream=stream):
-            round, draft_tokens = self._propose(key, read)
+            drafted = self._propose(key, read)
         with torch.cuda.graph(second, pool=pool, stream=stream):
-            blocks = self._verify(round, draft_tokens, read)
+            blocks = self._verify(drafted, read)
         with torch.cuda.graph(greedy, pool=pool, stream=stream):
             accepted, _ = accept_blocks(self.parts, blocks)
-        return Captured(first, round, draft_tokens, second, blocks, greedy, accepted, read)
+        return Captured(first, drafted, second, blocks, greedy, accepted, read)
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
         keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
@@ -240,9 +296,7 @@ class RoundGraphs:
             return CapturedWindowedModel(draft, drafting, window), captured
         return CapturedModel(draft, drafting), captured
 
-    def _propose(
-        self, key: Key, models: tuple[CapturedModel, CapturedModel]
-    ) -> tuple[Round, torch.Tensor]:
+    def _propose(self, key: Key, models: tuple[CapturedModel, CapturedModel]) -> Proposed:
         parts, rows, (draft, target) = self.parts, self.rows[: key.bucket], models
         start, tokens, positions, slots = open_round(
             rows,
@@ -261,16 +315,14 @@ class RoundGraphs:
         bonus_tokens = tokens[:: key.width]
         round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens=tokens)
         draft.prepare()
-        return round, propose(draft, round)
+        drafts, estimate = propose(draft, round), None
+        if self.survival is not None and drafts.margins is not None:
+            estimate = self.survival.estimate(drafts.margins, self.drawn[: key.bucket])
+        return Proposed(round, drafts.tokens, estimate)
 
-    def _verify(
-        self,
-        round: Round,
-        draft_tokens: torch.Tensor,
-        models: tuple[CapturedModel, CapturedModel],
-    ) -> Blocks:
+    def _verify(self, drafted: Proposed, models: tuple[CapturedModel, CapturedModel]) -> Blocks:
         models[1].prepare()
-        return verify_blocks(self.parts, round, draft_tokens, models[1])
+        return verify_blocks(self.parts, drafted.round, drafted.draft_tokens, models[1])
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
@@ -24,12 +24,14 @@ from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
+from sglang_dflash.round.choose import likeliest
+from sglang_dflash.round.costs import Costs, Staircase, milliseconds
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
 from sglang_dflash.round.stages import Blocks
 from sglang_dflash.round.target import TargetRows
-from sglang_dflash.serving.memory import GIB
+from sglang_dflash.serving.memory import GIB, pool_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
@@ -37,8 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPTS = 64  # beside the most blocks that a round has
-PATIENCE = 16  # rounds after which all prompts that wait should be through
-_TIMES = 3  # of which the shortest counts
+PATIENCE = 8  # rounds after which all prompts that wait should be through
 
 
 class Key(NamedTuple):
@@ -74,7 +75,8 @@ class PromptGraphs:
         self._last: TargetRows | None = None
         self._graphs: dict[Key, Captured] = {}
         self._capture_all()
-        self.times = self._measure()
+        self.times = self._measure(self._replay)
+        self.head_times = self._measure(self._choose)
 
     def holds(self, rows: int, requests: int) -> bool:
         """Whether a pass over so many rows of so many requests was captured."""
@@ -97,8 +99,12 @@ class PromptGraphs:
                 "DFLASH: the target ran prompts without the blocks that were to be beside them."
             )
         target = replace(target, hidden_states=self._hidden[: blocks.rows])
-        round = blocks.round
-        return Blocks(round.rows, round.positions, blocks.draft_tokens, target)
+        return _verified(blocks, target)
+
+    def verify(self, blocks: Drafted) -> Blocks:
+        """Blocks without prompts beside them, verified."""
+        rows = self._pass(blocks.rows, blocks.longest, blocks, None)
+        return _verified(blocks, replace(rows, hidden_states=self._hidden[: blocks.rows]))
 
     def computes(self, batch: ForwardBatch | ModelWorkerBatch) -> bool:
         """Whether what prompts ask for is plain causal attention over tokens."""
@@ -121,13 +127,19 @@ class PromptGraphs:
         first, longest = 0, int(batch.seq_lens_cpu.max())
         if blocks is not None:
             first, longest = blocks.rows, max(longest, blocks.longest)
-        size = self.sizes[bisect.bisect_left(self.sizes, first + prompt_rows)]
-        self.inputs.fill(size, blocks, batch)
-        last = self._graphs[self._key(size, longest)]
-        last.graph.replay()
-        rows, hidden = last.rows, self._hidden[first : first + prompt_rows]
+        rows = self._pass(first + prompt_rows, longest, blocks, batch)
+        hidden = self._hidden[first : first + prompt_rows]
         self._last = None if blocks is None else rows
         return rows.head.after_prompts(batch, hidden, rows.lm_head)
+
+    def _pass(
+        self, rows: int, longest: int, blocks: Drafted | None, prompts: ForwardBatch | None
+    ) -> TargetRows:
+        size = self.sizes[bisect.bisect_left(self.sizes, rows)]
+        self.inputs.fill(size, blocks, prompts)
+        captured = self._graphs[self._key(size, longest)]
+        captured.graph.replay()
+        return captured.rows
 
     def prompt_rows(self, block_rows: int, slowdown: float, backlog: int) -> int:
         """Rows of prompts that a round over so many rows takes along.
@@ -143,6 +155,25 @@ class PromptGraphs:
         within = bisect.bisect_right(self.times, alone * (1 + slowdown))
         rows = max(self.sizes[within - 1] - block_rows, backlog // PATIENCE)
         return min(rows, self.sizes[-1] - block_rows)
+
+    def costs(self, rounds: RoundGraphs) -> Costs:
+        """What rounds take that verify some rows or all."""
+        times = rounds.times()
+        draft, whole = times[rounds.widths[-1]]
+        opened, rest = times[rounds.widths[0]]
+        plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
+        # The fewest rows take as long as it takes to read the weights.
+        weights = sum(p.numel() * p.itemsize for p in self.runner.model.parameters())
+        pool = self.runner.token_to_kv_pool
+        key_bytes = pool_bytes(pool) / (pool.size + pool.page_size)
+        return Costs(
+            draft=draft,
+            whole=whole,
+            plain=Staircase(opened.sizes, plain),
+            ragged=Staircase(self.sizes, self.times),
+            head=Staircase(self.sizes, self.head_times),
+            context=key_bytes * self.times[0] / weights,
+        )
 
     def _key(self, size: int, longest: int) -> Key:
         short = Key(size, longest <= SHORT_TABLE)
@@ -208,32 +239,21 @@ class PromptGraphs:
         hidden = self._hidden[: key.rows].copy_(rows.hidden_states)
         return replace(rows, hidden_states=hidden, taps=None)
 
-    def _measure(self) -> list[float]:
-        """Milliseconds of a pass of each size, never less than those of a smaller one; the same on all ranks."""
-        times = torch.tensor([self._time(size) for size in self.sizes], device="cuda")
-        group = get_tp_group()
-        if group.world_size > 1:
-            times = group.all_reduce(times) / group.world_size
-        times = times.cummax(dim=0).values.tolist()
-        logger.info(
-            "DFLASH passes of the target take, by rows: %s ms",
-            ", ".join(f"{n}: {t:.2f}" for n, t in zip(self.sizes, times, strict=True)),
-        )
-        return times
+    def _measure(self, run: Callable[[int], object]) -> list[float]:
+        """Milliseconds of what is done with rows of each size, as `milliseconds` gives them."""
+        return milliseconds([partial(run, size) for size in self.sizes])
 
-    def _time(self, size: int) -> float:
+    def _replay(self, size: int) -> None:
         self.inputs.clear(size)
-        graph = self._graphs[self._key(size, 0)].graph
-        graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        shortest = float("inf")
-        for _ in range(_TIMES):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            shortest = min(shortest, begin.elapsed_time(end))
-        return shortest
+        self._graphs[self._key(size, 0)].graph.replay()
+
+    def _choose(self, size: int) -> None:
+        likeliest(self.parts.vocabulary, self._hidden[:size])
+
+
+def _verified(blocks: Drafted, target: TargetRows) -> Blocks:
+    round = blocks.round
+    return Blocks(round.rows, round.positions, blocks.draft_tokens, target, blocks.ragged)
 
 
 def capture_prompts(parts: Parts, rounds: RoundGraphs) -> PromptGraphs | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
@@ -16,14 +18,29 @@ def block_tokens(bonus_tokens: torch.Tensor, mask_token_id: int, width: int) -> 
     return tokens.flatten()
 
 
-def propose(draft: BlockModel, round: Round) -> torch.Tensor:
-    """Draft tokens of a round: [bs, width - 1] int64.
+class Drafts(NamedTuple):
+    """What the draft model proposes.
+
+    Attributes:
+        tokens: [bs, width - 1] int64.
+        margins: [bs, width - 1] float32, by how much the logit of each is above the next; None if nobody asks.
+    """
+
+    tokens: torch.Tensor
+    margins: torch.Tensor | None = None
+
+
+def propose(draft: BlockModel, round: Round) -> Drafts:
+    """Drafts of a round; none, and nothing runs, if its blocks are no more than the bonus token.
 
     Writes K/V of the block to the round's slots of the draft pool. They are scratch: the next round
     overwrites all it does not commit before anything reads them.
     """
+    if round.width == 1:
+        return Drafts(round.bonus_tokens.new_empty(len(round.rows), 0))
     tokens = round.tokens
     if tokens is None:
         tokens = block_tokens(round.bonus_tokens, draft.runner.model.mask_token_id, round.width)
     # The draft model's head is inside its forward pass, so what it returns are tokens.
-    return draft.run(round, tokens, CaptureHiddenMode.NULL)
+    made = draft.run(round, tokens, CaptureHiddenMode.NULL)
+    return Drafts(*made) if isinstance(made, tuple) else Drafts(made)

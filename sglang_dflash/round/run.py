@@ -10,26 +10,32 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.side_by_side import Drafted
 from sglang_dflash.round.stages import accept_blocks, run_models
+from sglang_dflash.round.survival import Survival
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.round.graphs import RoundGraphs
+    from sglang_dflash.round.costs import Costs
+    from sglang_dflash.round.graphs import Proposed, RoundGraphs
     from sglang_dflash.round.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger(__name__)
 
 # Why a round was not replayed from a graph, though graphs are captured.
 NO_GRAPH = "no_graph"
+
+# Whether rounds verify all that they draft, or as many rows as pay (`--speculative-dflash-verify`).
+ALL, AUTO = "all", "auto"
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,14 @@ class RoundResult:
     Attributes:
         output: log-probabilities and hidden states of its rows, if a request asks for any.
         fell_back: why it was not replayed from a graph; None if it was, or if none are captured.
+        expected: what was expected of its drafts, [bs, width - 1] float32 as in `Estimate`, and behind it how many
+            rows of each request it verified, on their way to the host; None if nobody asks or nothing was drafted.
     """
 
     accepted: Accepted
     output: LogitsProcessorOutput | None = None
     fell_back: str | None = None
+    expected: OnItsWay | None = None
 
 
 class RoundRunner:
@@ -56,6 +65,7 @@ class RoundRunner:
         prompt_graphs: PromptGraphs | None = None,
     ):
         self.parts, self.graphs, self.prompt_graphs = parts, graphs, prompt_graphs
+        self.survival = None if graphs is None else graphs.survival
 
     @property
     def attention(self) -> dict[str, str]:
@@ -67,6 +77,12 @@ class RoundRunner:
             "drafter": self.graphs.attention.draft.name,
         }
 
+    def costs(self) -> Costs | None:
+        """What rounds take, where the number of their rows is to be chosen."""
+        if self.survival is None or self.prompt_graphs is None:
+            return None
+        return self.prompt_graphs.costs(self.graphs)
+
     def run(
         self,
         rows: torch.Tensor,
@@ -74,6 +90,7 @@ class RoundRunner:
         width: int,
         sampling: Sampling | None = None,
         cut: bool = True,
+        total: int | None = None,
     ) -> RoundResult:
         """One round over the requests at `rows` ([bs] int64).
 
@@ -81,27 +98,33 @@ class RoundRunner:
             start_bounds: [bs] int64 on the host, no less than the committed lengths.
             sampling: how to draw; None for the likeliest tokens.
             cut: whether a row may have no slot.
+            total: how many rows of all blocks are verified; None for all.
         """
         parts, graphs = self.parts, self.graphs
-        if graphs is not None and (key := graphs.key(start_bounds, width)) is not None:
-            return RoundResult(*graphs.replay(key, rows, sampling))
-        round = Round.open(
-            parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
-        )
-        blocks = run_models(parts, round, parts.draft, parts.target)
-        fell_back = None if graphs is None else NO_GRAPH
-        return RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
+        if graphs is None or (key := graphs.key(start_bounds, width)) is None:
+            round = Round.open(
+                parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
+            )
+            blocks = run_models(parts, round, parts.draft, parts.target)
+            fell_back = None if graphs is None else NO_GRAPH
+            return RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
+        proposed = graphs.propose(key, rows, sampling)
+        if total is None:
+            return self._learn(proposed, None, *graphs.verify(key, proposed, sampling))
+        sampling = sampling and sampling.after(proposed.draft_tokens)
+        blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total))
+        return self._learn(proposed, blocks.ragged, *accept_blocks(parts, blocks, sampling))
 
     def holds_prompts(
-        self, start_bounds: torch.Tensor, width: int, prompts: ModelWorkerBatch
+        self, start_bounds: torch.Tensor, width: int, rows: int, prompts: ModelWorkerBatch
     ) -> bool:
-        """Whether a round's blocks and prompts beside them are one pass of the target."""
+        """Whether so many rows of a round's blocks and prompts beside them are one pass of the target."""
         requests, both = len(start_bounds), self.prompt_graphs
         return (
             both is not None
             and self.graphs.key(start_bounds, width) is not None
             and both.computes(prompts)
-            and both.holds(requests * width + len(prompts.input_ids), requests + len(prompts.reqs))
+            and both.holds(rows + len(prompts.input_ids), requests + len(prompts.reqs))
         )
 
     def run_with_prompts(
@@ -111,19 +134,47 @@ class RoundRunner:
         width: int,
         sampling: Sampling | None,
         prefill: Callable[[], GenerationBatchResult],
+        total: int | None = None,
     ) -> tuple[RoundResult, GenerationBatchResult]:
         """A round, and prompts that the target runs in the same pass; see `run`.
 
         Args:
             prefill: runs the prompts.
         """
-        round, draft_tokens = self.graphs.propose(self.graphs.key(start_bounds, width), rows)
-        sampling = sampling and sampling.after(draft_tokens)
-        round = replace(round, start_bounds=start_bounds)
-        self.prompt_graphs.board(Drafted(round, draft_tokens))
+        proposed = self.graphs.propose(self.graphs.key(start_bounds, width), rows, sampling)
+        sampling = sampling and sampling.after(proposed.draft_tokens)
+        self.prompt_graphs.board(_drafted(proposed, start_bounds, total))
         result = prefill()
         blocks = self.prompt_graphs.leave()
-        return RoundResult(*accept_blocks(self.parts, blocks, sampling)), result
+        accepted = accept_blocks(self.parts, blocks, sampling)
+        return self._learn(proposed, blocks.ragged, *accepted), result
+
+    def _learn(
+        self,
+        proposed: Proposed,
+        ragged: Ragged | None,
+        accepted: Accepted,
+        output: LogitsProcessorOutput | None,
+    ) -> RoundResult:
+        """The result of a round, of which the next ones have learned what drafts are worth."""
+        estimate = proposed.estimate
+        if estimate is None:
+            return RoundResult(accepted, output)
+        rows = proposed.round.width if ragged is None else ragged.counts
+        self.survival.learn(estimate.cells, rows, accepted.lengths)
+        verified = estimate.chances.new_empty(len(estimate.chances), 1)
+        verified[:, 0] = rows
+        expected = OnItsWay(torch.cat([estimate.chances, verified], dim=1))
+        return RoundResult(accepted, output, expected=expected)
+
+
+def _drafted(proposed: Proposed, start_bounds: torch.Tensor, total: int | None) -> Drafted:
+    """Blocks for the target, of which it verifies `total` rows, or all."""
+    ragged = None
+    if total is not None:
+        ragged = Ragged.share(proposed.estimate.chances, total)
+    round = replace(proposed.round, start_bounds=start_bounds)
+    return Drafted(round, proposed.draft_tokens, ragged)
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
@@ -148,7 +199,12 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         logger.warning("DFLASH runs without CUDA graphs, %s.", why)
         return RoundRunner(parts)
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
-    rounds = RoundGraphs(parts, attention, sizes, widths)
+    survival = None
+    if server_args.speculative_dflash_verify == AUTO:
+        survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
+        widths = [1, *widths]
+    parts.draft.runner.model.tells_margins = survival is not None
+    rounds = RoundGraphs(parts, attention, sizes, widths, survival)
     prompts = capture_prompts(parts, rounds)
     # Where the release's own graphs of prompts would be.
     parts.target.runner.piecewise_cuda_graph_runner = prompts

@@ -20,6 +20,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.round.opened import Round
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 
@@ -30,13 +31,18 @@ class Drafted:
     Attributes:
         round: start bounds on the host included.
         draft_tokens: [bs, width - 1] int64.
+        ragged: which of their rows are to be verified; None for all.
     """
 
     round: Round
     draft_tokens: torch.Tensor
+    ragged: Ragged | None = None
 
     @property
     def rows(self) -> int:
+        """Of all blocks, that are to be verified."""
+        if self.ragged is not None:
+            return self.ragged.total
         return self.draft_tokens.numel() + len(self.draft_tokens)
 
     @property
@@ -69,37 +75,55 @@ class SideBySide:
         pages = -(-req_to_token.shape[1] // page_size)
         self.page_table = torch.zeros(requests + 1, pages, dtype=torch.int32, device=device)
 
-    def fill(self, size: int, blocks: Drafted | None, prompts: ForwardBatch) -> None:
+    def fill(self, size: int, blocks: Drafted | None, prompts: ForwardBatch | None) -> None:
         """Puts blocks and prompts side by side, and fills up to `size` rows."""
-        at = request = 0
+        at = end = last = request = 0
         self.requests.fill_(self.padding_row)
         self.cache_lengths.zero_()
         if blocks is not None:
-            round, at, request = blocks.round, blocks.rows, len(blocks.draft_tokens)
-            drafted = torch.cat([round.bonus_tokens[:, None], blocks.draft_tokens], dim=1).flatten()
-            torch.stack([drafted, round.positions, round.slots], out=self._rows[:, :at])
-            self.requests[:request].copy_(round.rows)
-            self.cache_lengths[:request].copy_(round.start + round.width)
-        end, last = at + len(prompts.input_ids), request + prompts.batch_size
-        given = (prompts.input_ids, prompts.positions, prompts.out_cache_loc)
-        for row, value in zip(self._rows, given, strict=True):
-            row[at:end].copy_(value)
+            at = end = blocks.rows
+            request = last = len(blocks.draft_tokens)
+            self._put(blocks)
+        if prompts is not None:
+            end, last = at + len(prompts.input_ids), request + prompts.batch_size
+            given = (prompts.input_ids, prompts.positions, prompts.out_cache_loc)
+            for row, value in zip(self._rows, given, strict=True):
+                row[at:end].copy_(value)
+            self.requests[request:last].copy_(prompts.req_pool_indices)
+            self.cache_lengths[request:last].copy_(prompts.seq_lens)
         self._rows[:, end:size].zero_()
-        self.requests[request:last].copy_(prompts.req_pool_indices)
-        self.cache_lengths[request:last].copy_(prompts.seq_lens)
         self.cache_lengths[last].fill_(size - end)
         ends = torch.tensor(list(self._ends(size, blocks, prompts)), dtype=torch.int32)
         if self.ends.is_cuda:
             ends = ends.pin_memory()
         self.ends.copy_(ends, non_blocking=True)
+        if blocks is not None and blocks.ragged is not None:  # only the device knows
+            self.ends[:request].copy_(blocks.ragged.begins)
 
-    def _ends(self, size: int, blocks: Drafted | None, prompts: ForwardBatch) -> Iterator[int]:
+    def _put(self, blocks: Drafted) -> None:
+        """Blocks at the beginning, all of their rows or those that are to be verified."""
+        round, ragged, request = blocks.round, blocks.ragged, len(blocks.draft_tokens)
+        drafted = torch.cat([round.bonus_tokens[:, None], blocks.draft_tokens], dim=1).flatten()
+        rows, into = (drafted, round.positions, round.slots), self._rows[:, : blocks.rows]
+        if ragged is None:
+            torch.stack(rows, out=into)
+        else:
+            into.copy_(torch.stack(rows)[:, ragged.source])
+        self.requests[:request].copy_(round.rows)
+        counts = round.width if ragged is None else ragged.counts
+        self.cache_lengths[:request].copy_(round.start + counts)
+
+    def _ends(
+        self, size: int, blocks: Drafted | None, prompts: ForwardBatch | None
+    ) -> Iterator[int]:
         at = requests = 0
         if blocks is not None:
             at, requests = blocks.rows, len(blocks.draft_tokens)
-            yield from range(0, at, blocks.round.width)
-        yield from accumulate(prompts.extend_seq_lens_cpu, initial=at)
-        yield from [size] * (self.most + 1 - requests - prompts.batch_size)
+            ragged = blocks.ragged is not None
+            yield from [0] * requests if ragged else range(0, at, blocks.round.width)
+        lengths = () if prompts is None else prompts.extend_seq_lens_cpu
+        yield from accumulate(lengths, initial=at)
+        yield from [size] * (self.most + 1 - requests - len(lengths))
 
     def clear(self, size: int) -> None:
         """Nothing but rows that fill a pass up."""

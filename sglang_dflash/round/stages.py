@@ -20,6 +20,7 @@ from sglang_dflash.round.commit import commit_context
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.target import TargetRows
 from sglang_dflash.round.verify import verify
 
@@ -33,12 +34,14 @@ class Blocks:
         positions: [bs * width] int64.
         draft_tokens: [bs, width - 1] int64.
         target: the target's rows; their taps are context already.
+        ragged: which rows of the blocks these are; None for all.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
     draft_tokens: torch.Tensor
     target: TargetRows
+    ragged: Ragged | None = None
 
     def first(self, requests: int) -> Blocks:
         """Those of the first requests, where the others only pad the batch."""
@@ -57,7 +60,7 @@ def run_models(parts: Parts, round: Round, draft: BlockModel, target: BlockModel
     Args:
         draft, target: the models of `parts` as this round runs them.
     """
-    return verify_blocks(parts, round, propose(draft, round), target)
+    return verify_blocks(parts, round, propose(draft, round).tokens, target)
 
 
 def verify_blocks(
@@ -80,10 +83,12 @@ def accept_blocks(
     Returns:
         What the round commits; log-probabilities and hidden states, if `sampling` asks for any.
     """
-    sampler, drafts = parts.target.runner.sampler, blocks.draft_tokens
+    sampler, drafts, ragged = parts.target.runner.sampler, blocks.draft_tokens, blocks.ragged
     tokens, output = choose(
-        parts.vocabulary, sampler, blocks.target, blocks.positions, drafts, sampling
+        parts.vocabulary, sampler, blocks.target, blocks.positions, drafts, sampling, ragged
     )
+    if ragged is not None:
+        drafts = ragged.hide(drafts)
     accepted = accept_round(tokens, drafts, blocks.rows, parts.state)
     if sampling is not None:
         sampling.note(accepted.tokens, accepted.lengths)

@@ -7,9 +7,10 @@ of them.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ class TargetRows:
     head: TargetHead
     lm_head: nn.Module
     batch: ForwardBatch
+
+    def at(self, rows: torch.Tensor) -> TargetRows:
+        """Some of the rows ([n] int64), and in that order."""
+        batch = copy.copy(self.batch)
+        batch.input_ids = batch.input_ids[rows]
+        return replace(self, hidden_states=self.hidden_states[rows], batch=batch)
 
     def logits(self, rows: slice | torch.Tensor) -> LogitsProcessorOutput:
         """Output of the target's own logits processor for some rows, logits in float32."""

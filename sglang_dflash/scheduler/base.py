@@ -14,16 +14,17 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.cpu.eager import compile_only_when_asked
-from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import RoundResult, capture
+from sglang_dflash.scheduler.plan import planner
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
 from sglang_dflash.scheduler.riding import Riding
 from sglang_dflash.scheduler.watch import watch_of
-from sglang_dflash.scheduler.width import width_policy, widths
+from sglang_dflash.scheduler.width import widths
 from sglang_dflash.serving.acceptance_watch import AcceptanceWatch
 from sglang_dflash.serving.admission import bound_requests
 from sglang_dflash.serving.memory import pool_bytes, report_memory
@@ -64,13 +65,17 @@ class DFlashWorkerBase:
             pp_rank=0,
         )
         self.width = server_args.speculative_num_draft_tokens
-        self.next_width = width_policy(server_args)
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
         self.rounds = capture(self.parts, server_args, widths(server_args))
-        self.riding = Riding(server_args.speculative_dflash_prompt_slowdown, self.rounds)
+        costs = self.rounds.costs()
+        self.planner = planner(self.width, widths(server_args), costs)
+        self.riding = Riding(
+            server_args.speculative_dflash_prompt_slowdown, self.rounds, self.planner
+        )
         # What the scheduler's arguments hold, /server_info tells.
         server_args.dflash_attention = self.rounds.attention
+        server_args.dflash_costs = costs and costs.as_dict()
         bound_requests(target_worker)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
@@ -111,19 +116,23 @@ class DFlashWorkerBase:
         Args:
             ahead: tokens that a request may have beyond those that the host knows to be committed.
         """
-        starts, width = [req.kv_committed_len + ahead for req in batch.reqs], self.next_width()
-        rows, bounds = batch.req_pool_indices, torch.tensor(starts)
+        starts = [req.kv_committed_len + ahead for req in batch.reqs]
+        plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows)
+        rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
-        if (prompts := self.riding.prompts_for(bounds, width)) is not None:
+        if (prompts := self.riding.prompts_for(bounds, plan)) is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
-            result, done = self.rounds.run_with_prompts(rows, bounds, width, sampling, run)
+            result, done = self.rounds.run_with_prompts(
+                rows, bounds, width, sampling, run, plan.total
+            )
             self.riding.done(done)
             self.metrics.ran_prompts(prompts.extend_num_tokens, IN_ROUNDS)
         else:
             ends = zip(batch.reqs, starts, strict=True)
             cut = any(start + width > slot_limit(req) for req, start in ends)
-            result = self.rounds.run(rows, bounds, width, sampling, cut)
+            result = self.rounds.run(rows, bounds, width, sampling, cut, plan.total)
+        self.metrics.launched(plan.reason, plan.rows(len(starts)))
         if result.fell_back:
             self.metrics.fell_back(result.fell_back)
         if self.watch:
@@ -136,9 +145,18 @@ class DFlashWorkerBase:
         tokens: torch.Tensor,
         lengths: torch.Tensor,
         output: LogitsProcessorOutput | None,
+        expected: OnItsWay | None,
     ) -> list[list[int]]:
-        """Gives requests what they take of a round; see `commit_round`."""
+        """Gives requests what they take of a round; see `commit_round`.
+
+        Args:
+            expected: of its drafts, as in `RoundResult`.
+        """
         committed = commit_round(reqs, tokens, lengths, output)
+        if expected is not None:
+            chances, verified = expected.tensor().split([tokens.shape[1] - 1, 1], dim=1)
+            self.planner.note(chances)
+            self.metrics.expected(chances, verified, lengths)
         self.acceptance.note(committed.lengths)
         taken = [len(each) for each in committed.taken if each]
         self.metrics.committed(tokens.shape[1], taken, in_vain=len(reqs) - len(taken))

@@ -16,6 +16,7 @@ from sglang.srt.utils import ceil_align
 
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
+from sglang_dflash.scheduler.plan import Plan, WholeBlocks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
@@ -32,8 +33,8 @@ class Riding:
             prompts run alone.
     """
 
-    def __init__(self, slowdown: float, rounds: RoundRunner):
-        self.slowdown, self._rounds = slowdown, rounds
+    def __init__(self, slowdown: float, rounds: RoundRunner, planner: WholeBlocks):
+        self.slowdown, self._rounds, self._planner = slowdown, rounds, planner
         self._prompts: ScheduleBatch | None = None
         self._done: GenerationBatchResult | None = None
 
@@ -51,7 +52,8 @@ class Riding:
         living = [i for i, req in enumerate(batch.reqs) if not req.finished()]
         if not living:
             return None
-        blocks, rows = len(living) * scheduler.draft_worker.width, prompts.extend_num_tokens
+        rows = prompts.extend_num_tokens
+        blocks = self._planner.plan(len(living), prompt_rows=rows).rows(len(living))
         graphs = self._rounds.prompt_graphs
         if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
             return None
@@ -68,7 +70,7 @@ class Riding:
         whole = size is None or scheduler.truncation_align_size is not None
         if not self.slowdown or not living or whole:
             return size
-        blocks, graphs = living * scheduler.draft_worker.width, self._rounds.prompt_graphs
+        blocks, graphs = self._planner.plan(living).rows(living), self._rounds.prompt_graphs
         least = max(_LEAST_ROWS, scheduler.page_size)
         if graphs is None:
             return min(size, max(least, int(blocks * self.slowdown)))
@@ -89,13 +91,19 @@ class Riding:
         result.riders = (riders.copy(), ridden)
         return result
 
-    def prompts_for(self, start_bounds: torch.Tensor, width: int) -> ModelWorkerBatch | None:
+    @property
+    def prompt_rows(self) -> int:
+        """Of the prompts that are to run beside a round."""
+        return 0 if self._prompts is None else self._prompts.extend_num_tokens
+
+    def prompts_for(self, start_bounds: torch.Tensor, plan: Plan) -> ModelWorkerBatch | None:
         """Prompts that the target runs in the same pass as a round's blocks, if it can."""
         prompts = self._prompts
         if prompts is None or self._rounds.prompt_graphs is None:
             return None
         batch = prompts.get_model_worker_batch()
-        if not self._rounds.holds_prompts(start_bounds, width, batch):
+        rows = plan.rows(len(start_bounds))
+        if not self._rounds.holds_prompts(start_bounds, plan.width, rows, batch):
             return None
         if prompts.enable_overlap:
             # The scheduler does the same: what is drawn with may change before it is used.

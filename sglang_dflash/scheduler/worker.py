@@ -31,7 +31,9 @@ class DFlashWorker(DFlashWorkerBase):
         reserve(batch, self.width)
         result = self.run_round(batch, ahead=0)
         accepted = result.accepted
-        taken = self.commit(batch.reqs, accepted.tokens, accepted.lengths, result.output)
+        taken = self.commit(
+            batch.reqs, accepted.tokens, accepted.lengths, result.output, result.expected
+        )
         self._advance(batch, accepted.lengths)
         committed = [token for tokens in taken for token in tokens]
         return GenerationBatchResult(

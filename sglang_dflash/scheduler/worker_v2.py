@@ -82,6 +82,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
             accept_lens=result.accepted.lengths,
             next_draft_input=next_input,
         )
+        launched.expected = result.expected
         launched.launched = batch  # whose tensors are read until the result is there
         return launched
 
@@ -90,7 +91,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         _landed(batch.reqs)
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
-        taken = self.commit(batch.reqs, tokens, lengths, result.logits_output)
+        taken = self.commit(batch.reqs, tokens, lengths, result.logits_output, result.expected)
         result.num_rounds = sum(map(bool, taken))
         result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]

@@ -87,6 +87,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     args.speculative_num_draft_tokens = block_size(args, config)
     _check_draft_window(args)
     _check_prompt_slowdown(args)
+    _check_verify(args)
     args.speculative_eagle_topk = 1
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
@@ -132,6 +133,15 @@ def _check_prompt_slowdown(args: ServerArgs) -> None:
         raise DFlashError(
             f"--speculative-dflash-prompt-slowdown {slowdown} is not a part of a round's time: give 0 or more, as 0.5 "
             "for rounds that take half as long again."
+        )
+
+
+def _check_verify(args: ServerArgs) -> None:
+    asked = args.speculative_dflash_verify
+    if asked not in ("all", "auto"):
+        raise DFlashError(
+            f"--speculative-dflash-verify {asked} does not exist: choose all, for every row of every block, or auto, "
+            "for those that pay."
         )
 
 

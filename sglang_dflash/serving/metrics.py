@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.server_args import get_global_server_args
 
 if TYPE_CHECKING:
@@ -51,6 +52,32 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sglang:dflash_accepted_at_position_total": (
         "Counter",
         "Drafted tokens that requests took, by position of the block.",
+        ("position",),
+    ),
+    "sglang:dflash_planned_rounds_total": (
+        "Counter",
+        "Rounds launched, by what they verify: whole blocks, the ragged beginnings of them that pay, plain bonus "
+        "tokens, or a probe of a few drafts while nothing is drafted.",
+        ("plan",),
+    ),
+    "sglang:dflash_verified_rows_total": (
+        "Counter",
+        "Rows of blocks that the target ran, bonus tokens included.",
+        (),
+    ),
+    "sglang:dflash_tried_at_position_total": (
+        "Counter",
+        "Drafts at a position of the block that were verified after all before them were accepted.",
+        ("position",),
+    ),
+    "sglang:dflash_survived_at_position_total": (
+        "Counter",
+        "How many of those were accepted.",
+        ("position",),
+    ),
+    "sglang:dflash_expected_at_position_total": (
+        "Counter",
+        "How many of those were expected to be accepted.",
         ("position",),
     ),
     "sglang:dflash_prompt_rows_total": (
@@ -114,7 +141,7 @@ class RoundMetrics:
             self._children[key] = metric.labels(**self._labels, **own)
         return self._children[key]
 
-    def _add(self, name: str, amount: int, **own: str) -> None:
+    def _add(self, name: str, amount: float, **own: str) -> None:
         if amount:
             self._child(f"{name}_total", **own).inc(amount)
 
@@ -141,6 +168,35 @@ class RoundMetrics:
         self._child("draft_kv_used_tokens").set(used)
         self._child("draft_kv_used_bytes").set(used * self._slot)
 
+    def launched(self, plan: str, rows: int) -> None:
+        """A round that verifies so many rows, and why (`scheduler/plan.py`)."""
+        self._add("planned_rounds", 1, plan=plan)
+        self._add("verified_rows", rows)
+
+    def expected(
+        self, chances: torch.Tensor, verified: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """What was expected of a round's drafts beside what became of them.
+
+        Args:
+            chances: [bs, drafts] float32, that a draft is accepted, and all before it.
+            verified: [bs, 1] float32, rows of each block that were verified.
+            lengths: [bs] int64, tokens committed.
+        """
+        position = torch.arange(chances.shape[1])
+        accepted = lengths[:, None] - 1
+        tried = (position <= accepted) & (position < verified - 1)
+        before = torch.cat([torch.ones_like(verified), chances[:, :-1]], dim=1)
+        alone = chances / before.clamp(min=1e-30)
+        found = zip(
+            ("tried", "survived", "expected"),
+            (tried, tried & (position < accepted), alone * tried),
+            strict=True,
+        )
+        for name, values in found:
+            for at, amount in enumerate(values.sum(dim=0).tolist(), start=1):
+                self._add(f"{name}_at_position", amount, position=str(at))
+
     def ran_prompts(self, rows: int, way: str) -> None:
         """The target runs so many tokens of prompts.
 
@@ -162,6 +218,12 @@ class NoMetrics:
     """Without `--enable-metrics`."""
 
     def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None: ...
+
+    def launched(self, plan: str, rows: int) -> None: ...
+
+    def expected(
+        self, chances: torch.Tensor, verified: torch.Tensor, lengths: torch.Tensor
+    ) -> None: ...
 
     def ran_prompts(self, rows: int, way: str) -> None: ...
 

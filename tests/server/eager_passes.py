@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.round import prompt_graphs
-from sglang_dflash.round.graphs import Attention
+from sglang_dflash.round.costs import Staircase
+from sglang_dflash.round.graphs import Attention, Proposed
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
-from sglang_dflash.round.run import RoundRunner
+from sglang_dflash.round.run import AUTO, RoundRunner
 from sglang_dflash.round.stages import accept_blocks, verify_blocks
+from sglang_dflash.round.survival import Survival
 
 
 class SideBySideAttention(BlockAttention):
@@ -76,22 +79,28 @@ class EagerRounds:
     body = pool = None
     attention = Attention(SideBySideAttention, SideBySideAttention)
 
-    def __init__(self, parts: Parts, widths: list[int]):
-        self.parts, self.sizes, self.widths = parts, [parts.max_requests], widths
+    def __init__(self, parts: Parts, widths: list[int], survival: Survival | None):
+        self.parts, self.survival = parts, survival
+        self.sizes, self.widths = [parts.max_requests], sorted(widths)
 
     def key(self, start_bounds: torch.Tensor, width: int) -> int:
         return width
 
-    def replay(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Any:
-        parts = self.parts
-        round, draft_tokens = self.propose(width, rows)
-        sampling = sampling and sampling.after(draft_tokens)
-        blocks = verify_blocks(parts, round, draft_tokens, parts.target)
+    def verify(self, width: int, proposed: Proposed, sampling: Sampling | None = None) -> Any:
+        parts, drafts = self.parts, proposed.draft_tokens
+        sampling = sampling and sampling.after(drafts)
+        blocks = verify_blocks(parts, proposed.round, drafts, parts.target)
         return accept_blocks(parts, blocks, sampling)
 
-    def propose(self, width: int, rows: torch.Tensor) -> tuple[Round, torch.Tensor]:
-        round = self._open(width, rows)
-        return round, propose(self.parts.draft, round)
+    def propose(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
+        round, estimate = self._open(width, rows), None
+        drafts = propose(self.parts.draft, round)
+        if drafts.margins is not None:
+            drawn = torch.zeros_like(rows)
+            if sampling is not None:
+                drawn[sampling.drawing] = 1
+            estimate = self.survival.estimate(drafts.margins, drawn)
+        return Proposed(round, drafts.tokens, estimate)
 
     def _open(self, width: int, rows: torch.Tensor) -> Round:
         """Nothing that a graph reads tells how long contexts are at most."""
@@ -99,6 +108,15 @@ class EagerRounds:
         return Round.open(
             parts.state, rows, bounds, width, parts.req_to_token, parts.context_len, cut=True
         )
+
+    def times(self) -> dict[int, tuple[Staircase, Staircase]]:
+        """Every row costs as much, and drafts next to nothing."""
+        sizes = list(range(1, self.sizes[-1] + 1))
+        first = Staircase(sizes, [0.1] * len(sizes))
+        return {
+            width: (first, Staircase(sizes, [float(n * width) for n in sizes]))
+            for width in self.widths
+        }
 
 
 class EagerPass:
@@ -118,14 +136,19 @@ class EagerPasses(PromptGraphs):
     def _capture_all(self) -> None:
         self._graphs = {key: EagerPass(self, key) for key in self._keys()}
 
-    def _measure(self) -> list[float]:
+    def _measure(self, run: Callable[[int], object]) -> list[float]:
         """A pass takes as long as it has rows."""
         return list(map(float, self.sizes))
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
     """Stands for `sglang_dflash.round.run.capture`."""
-    rounds = EagerRounds(parts, widths)
+    survival = None
+    if server_args.speculative_dflash_verify == AUTO:
+        survival = Survival(max(widths) - 1, "cpu")
+        parts.draft.runner.model.tells_margins = True
+        widths = [1, *widths]
+    rounds = EagerRounds(parts, widths, survival)
     most = server_args.piecewise_cuda_graph_max_tokens
     passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))
     parts.target.runner.piecewise_cuda_graph_runner = passes

@@ -12,7 +12,7 @@ from sglang_dflash.drafter.context_kv import context_kv
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.gpu.kernels.accept import accept_and_advance
 from sglang_dflash.gpu.kernels.add_norm import add_norm, add_norm_reference
-from sglang_dflash.gpu.kernels.argmax import row_max_kernel
+from sglang_dflash.gpu.kernels.argmax import row_max_kernel, row_top2, row_top2_kernel
 from sglang_dflash.gpu.kernels.context_store import context_store
 from sglang_dflash.gpu.kernels.open_round import open_round, open_round_reference
 from sglang_dflash.gpu.kernels.qk_norm_rope_store import (
@@ -265,3 +265,18 @@ def test_tilings_of_real_models(key: Key) -> None:
             if with_swiglu:
                 expected = swiglu_reference(expected.to(torch.bfloat16)).float()
             torch.testing.assert_close(whole.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("n", "size"), [(4, 300), (70, 9000)])
+def test_row_top2(n: int, size: int) -> None:
+    """The next largest is as large as the largest where that is there twice."""
+    x = torch.randn(n, size, device=DEVICE)
+    x[1] = torch.randint(-5, 5, (size,), device=DEVICE).float()
+    x[2] = -1e30
+    x[3, :-2] = float("-inf")
+    value, index, second = row_top2_kernel(x)
+    largest = x.topk(2, dim=-1).values
+    assert torch.equal(value, largest[:, 0]) and torch.equal(second, largest[:, 1])
+    assert torch.equal(index, (x == value[:, None]).int().argmax(dim=-1))
+    for mine, its in zip(row_top2(x.cpu()), (value, index, second), strict=True):
+        assert torch.equal(mine, its.cpu())

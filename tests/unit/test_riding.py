@@ -17,6 +17,7 @@ from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
+from sglang_dflash.scheduler.plan import Plan, WholeBlocks
 from sglang_dflash.scheduler.riding import Riding
 
 WIDTH, SIZE = 8, 200
@@ -78,7 +79,6 @@ def world(*reqs: SimpleNamespace, **fields: Any) -> SimpleNamespace:
         tree_cache=ChunkCache(params),
         token_to_kv_pool_allocator=allocator,
         truncation_align_size=None,
-        draft_worker=SimpleNamespace(width=WIDTH),
         prepared=[],
     )
     scheduler = SimpleNamespace(**own | fields)
@@ -92,7 +92,7 @@ def world(*reqs: SimpleNamespace, **fields: Any) -> SimpleNamespace:
 
 
 def riding(slowdown: float = 0.25, prompt_graphs: PromptGraphs | None = None) -> Riding:
-    return Riding(slowdown, RoundRunner(None, None, prompt_graphs))
+    return Riding(slowdown, RoundRunner(None, None, prompt_graphs), WholeBlocks(WIDTH))
 
 
 def boards(
@@ -208,7 +208,7 @@ def test_prompt_rows(block_rows: int, slowdown: float, rows: int) -> None:
     assert GRAPHS.prompt_rows(block_rows, slowdown, backlog=0) == rows
 
 
-@pytest.mark.parametrize(("backlog", "rows"), [(0, 56), (56 * 16, 56), (100 * 16, 100), (1e6, 248)])
+@pytest.mark.parametrize(("backlog", "rows"), [(0, 56), (56 * 8, 56), (100 * 8, 100), (1e6, 248)])
 def test_prompts_that_wait_in_numbers(backlog: int, rows: int) -> None:
     assert GRAPHS.prompt_rows(8, 0.05, int(backlog)) == rows
 
@@ -300,14 +300,14 @@ def test_a_round_that_fails_forgets_its_prompts() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         ridden.run(SimpleNamespace(run_batch=fails), SimpleNamespace(), prompts)
-    assert ridden.prompts_for(torch.tensor([20]), WIDTH) is None
+    assert ridden.prompts_for(torch.tensor([20]), Plan(WIDTH)) is None
 
 
 def test_prompts_without_graphs() -> None:
     """Those of a server without graphs have a pass of their own."""
     ridden = riding()
     ridden._prompts = SimpleNamespace(input_ids=[0], reqs=[request()])
-    assert ridden.prompts_for(torch.tensor([20]), WIDTH) is None
+    assert ridden.prompts_for(torch.tensor([20]), Plan(WIDTH)) is None
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_prompts_that_no_pass_computes_are_not_beside_blocks(
     ridden._prompts = SimpleNamespace(
         get_model_worker_batch=lambda: batch, enable_overlap=False, reqs=batch.reqs
     )
-    found = ridden.prompts_for(torch.tensor([20]), WIDTH)
+    found = ridden.prompts_for(torch.tensor([20]), Plan(WIDTH))
     assert found is (batch if rides else None)
 
 

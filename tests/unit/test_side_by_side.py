@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.round.opened import Round
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
 from sglang_dflash.round.state import RequestState
 
@@ -164,3 +165,23 @@ def test_batch(world: World) -> None:
     assert batch.input_ids.data_ptr() == inputs.tokens.data_ptr()
     assert batch.out_cache_loc.data_ptr() == inputs.slots.data_ptr()
     assert batch.token_to_kv_pool._pool is pool
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (WIDTH, 1), (2, 3), (WIDTH, WIDTH)])
+def test_blocks_of_which_some_rows_are_verified(world: World, counts: tuple[int, int]) -> None:
+    """With prompts beside them and without, each request has its first rows, and they see what they did."""
+    whole, inputs, kept = world.blocks(), world.inputs, []
+    for number, count in enumerate(counts):
+        kept += expected_blocks(world)[number * WIDTH :][:count]
+    ragged = Ragged.of(torch.tensor(counts), sum(counts), WIDTH)
+    blocks = Drafted(whole.round, whole.draft_tokens, ragged)
+    assert blocks.rows == sum(counts)
+    inputs.fill(48, world.blocks(), world.prompts())
+    inputs.fill(48, blocks, world.prompts())
+    rows = blocks.rows + len(world.prompts().input_ids)
+    assert world.seen()[:rows] == kept + expected_prompts(world)
+    assert not inputs.slots[rows:48].any()
+    inputs.fill(32, blocks, None)
+    assert world.seen()[: blocks.rows] == kept
+    assert inputs.requests.tolist() == [*DECODING, *[OWNERS] * (MOST + 1 - len(DECODING))]
+    assert inputs.cache_lengths[len(DECODING)] == 32 - blocks.rows

@@ -1,0 +1,97 @@
+"""How likely drafts are to be accepted: learned of every round, where it runs.
+
+The drafter's margin, by how much a draft's logit is above the next, says more than a draft's position does. So what
+became of drafts is counted by position and size of the margin, for greedy and drawn requests apart, and old rounds
+are forgotten. All numbers are whole or come of whole ones by the same steps, so all ranks have the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BINS = 16  # of margins: two for each doubling, from 1/8
+_FIRST_EXPONENT = -3
+_WINDOW = 8192  # drafts after which one is forgotten,
+_FASTEST, _SLOWEST = 0.5, 0.99  # and what is kept of them after a round, at least and at most
+# Drafts that a guess is worth: of a margin's chance before any was seen, and of a margin at one position by what is
+# known of that margin.
+_GUESS, _POOLED = 8.0, 16.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is expected of a round's drafts.
+
+    Attributes:
+        cells: [bs, width - 1] int64, which counts a draft belongs to.
+        chances: [bs, width - 1] float32, that it is accepted, and all before it.
+    """
+
+    cells: torch.Tensor
+    chances: torch.Tensor
+
+    def first(self, requests: int) -> Estimate:
+        """Of the first requests, where the others only pad the batch."""
+        return Estimate(self.cells[:requests], self.chances[:requests])
+
+
+class Survival:
+    """Counts of drafts that were tried and that survived, and the rates that they give.
+
+    Attributes:
+        rates: [2, drafts, BINS] float32, that a draft is accepted if all before it are; by kind of request (greedy,
+            drawn), position and margin.
+    """
+
+    def __init__(self, drafts: int, device: torch.device | str):
+        """
+        Args:
+            drafts: of the widest block.
+        """
+        self._drafts, shape = drafts, (2, drafts, BINS)
+        self._tried, self._survived = torch.zeros(2, *shape, device=device)
+        exponents = _FIRST_EXPONENT + torch.arange(BINS, device=device) / 2
+        # A margin of m means that the drafter finds the draft e^m times as likely as the next.
+        self._guess = 1 - 0.5 * torch.exp(-exponents.exp2() / 2)
+        self.rates = self._guess.expand(shape).clone()
+
+    def estimate(self, margins: torch.Tensor, drawn: torch.Tensor) -> Estimate:
+        """What is expected of drafts.
+
+        Args:
+            margins: [bs, width - 1] float32, not negative.
+            drawn: [bs] int64, 1 for requests that draw, else 0.
+        """
+        size = margins.clamp(min=2.0**_FIRST_EXPONENT).log2() - _FIRST_EXPONENT
+        bins = (2 * size).nan_to_num(0.0).clamp(max=BINS - 1).to(torch.int64)
+        position = torch.arange(margins.shape[1], device=margins.device)
+        cells = (drawn[:, None] * self._drafts + position) * BINS + bins
+        return Estimate(cells, self.rates.flatten()[cells].cumprod(dim=1))
+
+    def learn(self, cells: torch.Tensor, rows: torch.Tensor | int, lengths: torch.Tensor) -> None:
+        """Counts what became of a round's drafts.
+
+        Args:
+            cells: [bs, width - 1] int64, of the estimate.
+            rows: [bs] int64, how many rows of each request were verified, or of all.
+            lengths: [bs] int64, tokens that the round commits, the bonus token included.
+        """
+        position = torch.arange(cells.shape[1], device=cells.device)
+        verified = rows[:, None] - 1 if isinstance(rows, torch.Tensor) else rows - 1
+        tried = (position < lengths[:, None]) & (position < verified)
+        survived = position < lengths[:, None] - 1
+        cells = cells.flatten()
+        for counts, seen in ((self._tried, tried), (self._survived, survived)):
+            fresh = torch.zeros_like(counts).flatten()
+            # Whole numbers: their sum is the same in whatever order.
+            fresh.index_add_(0, cells, seen.flatten().to(fresh.dtype))
+            fresh = fresh.view_as(counts)
+            if counts is self._tried:
+                total = fresh.sum(dim=(1, 2), keepdim=True)
+                kept = (1 - total / _WINDOW).clamp(_FASTEST, _SLOWEST).where(total > 0, 1.0)
+            counts.mul_(kept).add_(fresh)
+        pooled = self._survived.sum(1, keepdim=True) + _GUESS * self._guess
+        pooled = pooled / (self._tried.sum(1, keepdim=True) + _GUESS)
+        torch.div(self._survived + _POOLED * pooled, self._tried + _POOLED, out=self.rates)

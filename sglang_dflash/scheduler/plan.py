@@ -1,0 +1,190 @@
+"""How many rows the next round verifies, and whether it drafts at all.
+
+The host decides how many, without waiting: from what was expected of the last round whose result it has seen, and
+from what rounds take. Who gets them the device decides, from the drafts themselves (`round/ragged.py`). All ranks see
+the same results and the same times, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_dflash.round.costs import Costs
+
+logger = logging.getLogger(__name__)
+
+# Why a round has the rows that it has.
+WHOLE, RAGGED, PLAIN, PROBE = "whole", "ragged", "plain", "probe"
+
+# Tests set it: each round then has some number of rows.
+RANDOM_ROWS = "SGLANG_DFLASH_RANDOM_ROWS"
+
+# Whole blocks are verified unless something else promises so much more.
+_WORTH = 1.01
+# Rounds without drafts after which one drafts, to see whether it pays again: at first, and at most.
+_SOON, _LATE = 8, 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        width: rows of the blocks that are drafted; 1 if nothing is.
+        total: how many of all their rows are verified; None for all.
+        reason: one of the above.
+    """
+
+    width: int
+    total: int | None = None
+    reason: str = WHOLE
+
+    def rows(self, requests: int) -> int:
+        """That a round of so many requests verifies."""
+        return requests * self.width if self.total is None else self.total
+
+
+class WholeBlocks:
+    """Every round verifies all that it drafts."""
+
+    def __init__(self, width: int):
+        self._plan = Plan(width)
+
+    def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+        """What a round would be.
+
+        Args:
+            keys: of all its requests together.
+            prompt_rows: rows of prompts in the same pass.
+        """
+        return self._plan
+
+    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+        """What the next round is; see `plan`."""
+        return self.plan(requests, keys, prompt_rows)
+
+    def note(self, chances: torch.Tensor) -> None:
+        """What was expected of a round's drafts: [bs, drafts] float32, on the host; see `Estimate`."""
+
+
+class RandomWidths(WholeBlocks):
+    """Blocks of random widths; all ranks draw the same."""
+
+    def __init__(self, widths: list[int]):
+        super().__init__(max(widths))
+        self._widths, self._random = widths, random.Random(0)
+
+    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+        return Plan(self._random.choice(self._widths))
+
+
+class RandomRows(WholeBlocks):
+    """Rounds of random numbers of rows; all ranks draw the same."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self._width, self._random = width, random.Random(0)
+
+    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+        reason = self._random.choice((WHOLE, RAGGED, RAGGED, PLAIN))
+        if reason == PLAIN:
+            return Plan(1, reason=PLAIN)
+        if reason == WHOLE:
+            return self._plan
+        return Plan(self._width, self._random.randint(requests, requests * self._width), RAGGED)
+
+
+class BestRows(WholeBlocks):
+    """As many rows as promise most tokens for their time."""
+
+    def __init__(self, width: int, costs: Costs):
+        super().__init__(width)
+        self._width, self._costs = width, costs
+        self._requests, self._gains = 0, np.zeros(1)
+        self._without, self._patience = 0, _SOON
+
+    def note(self, chances: torch.Tensor) -> None:
+        best = np.sort(chances.numpy(), axis=None)[::-1]
+        self._requests, self._gains = len(chances), np.concatenate([[0.0], best.cumsum()])
+
+    def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+        plans = self._plans(requests, prompt_rows)
+        if not self._requests or len(plans) == 1:
+            return plans[0]
+        context = self._costs.context * keys
+        rates = [
+            self._tokens(requests, plan.rows(requests))
+            / (self._time(plan, requests, prompt_rows) + context)
+            for plan in plans
+        ]
+        best = max(range(len(plans)), key=rates.__getitem__)
+        pays = rates[best] > _WORTH * rates[0] or plans[0].total is not None
+        return plans[best if pays else 0]
+
+    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+        plan = self.plan(requests, keys, prompt_rows)
+        if plan.reason != PLAIN:
+            self._without, self._patience = 0, _SOON
+            return plan
+        if not self._without and self._patience == _SOON:
+            logger.info(
+                "DFLASH decodes plainly: at %d requests, drafts do not pay at present.", requests
+            )
+        self._without += 1
+        if self._without < self._patience:
+            return plan
+        self._without, self._patience = 0, min(2 * self._patience, _LATE)
+        tries = [p for p in self._plans(requests, prompt_rows) if p.width > 1]
+        few = [p for p in tries if p.rows(requests) >= 2 * requests] or tries
+        least = min(few, key=lambda p: p.rows(requests), default=plan)
+        return Plan(least.width, least.total, PROBE)
+
+    def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
+        """All that a round can be, the whole first if it fits beside the prompts."""
+        whole, sizes = requests * self._width, self._costs.sizes
+        plans = []
+        if not prompt_rows or whole + prompt_rows <= sizes[-1]:
+            plans.append(self._plan)
+        for size in sizes:
+            if requests < size - prompt_rows < whole:
+                plans.append(Plan(self._width, size - prompt_rows, RAGGED))
+        plans.append(Plan(1, reason=PLAIN))
+        return plans
+
+    def _tokens(self, requests: int, rows: int) -> float:
+        """That a round is expected to commit."""
+        scale = requests / self._requests
+        drafts = (rows - requests) / scale
+        gains = self._gains
+        return requests + scale * float(np.interp(drafts, np.arange(len(gains)), gains))
+
+    def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
+        """Milliseconds of a round, contexts aside."""
+        costs, rows = self._costs, plan.rows(requests)
+        draft = costs.draft.at(requests) if plan.width > 1 else 0.0
+        if plan.total is None and not prompt_rows:
+            return draft + (costs.whole if plan.width > 1 else costs.plain).at(requests)
+        return draft + costs.ragged.at(rows + prompt_rows) + costs.head.at(rows)
+
+
+def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:
+    """What plans a worker's rounds.
+
+    Args:
+        width: of the drafter's block.
+        widths: that tests want rounds to have.
+        costs: what rounds take; None where all rows are verified.
+    """
+    if len(widths) > 1:
+        return RandomWidths(widths)
+    if costs is None:
+        return WholeBlocks(widths[0])
+    return RandomRows(width) if os.environ.get(RANDOM_ROWS) else BestRows(width, costs)

@@ -1,0 +1,99 @@
+"""Rounds that verify some rows of their blocks: what comes out may not change."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.server import harness
+from tests.server.checks import accept_length, assert_same, counted
+from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_long, running
+from tests.server.riders import RIDERS, SHORT, decoding, ran
+
+LAUNCHER = ("tests.server.eager_passes",) if DEVICE == "cpu" else harness.LAUNCHER
+ARGUMENTS = (
+    *("--speculative-dflash-verify", "auto", "--enable-metrics"),
+    *("--reasoning-parser", "qwen3", "--piecewise-cuda-graph-max-tokens", "320"),
+)
+RANDOM = {"SGLANG_DFLASH_RANDOM_ROWS": "1"}
+WORKERS = [CHOSEN_WORKERS[-1], *in_long(*CHOSEN_WORKERS[:-1])]
+
+
+def of(moved, name: str) -> dict[str, float]:
+    """A metric that was counted, by its label."""
+    return {label: n for (each, label), n in moved.items() if each == name}
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_random_rows(worker: str, logs: Path, plain: Server, prompts: list[str]) -> None:
+    """Of whole blocks, of some rows, of bonus tokens alone; with prompts beside them and without."""
+    log, asked = logs / f"rows-{worker}.log", prompts[:40]
+    with running(log, *ARGUMENTS, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
+        before = counted(server)
+        answers = server.generate_all(asked, concurrency=8)
+        for answer, expected, prompt in zip(answers, plain.references(asked), asked, strict=True):
+            assert_same(answer, expected, plain, prompt)
+        moved = counted(server) - before
+        plans = of(moved, "planned_rounds_total")
+        assert plans.keys() == {"whole", "ragged", "plain"} and min(plans.values()) > 5
+        assert 1.5 < accept_length(answers) < 6.5
+        assert ran(server)["in_rounds"] > 0
+        server.check_idle()
+
+
+@pytest.mark.parametrize("worker", in_long(*CHOSEN_WORKERS))
+def test_seeds(worker: str, logs: Path, prompts: list[str]) -> None:
+    """With deterministic inference what is drawn is what plain decoding draws, whatever rounds verify."""
+    seeded, drawn, found = (
+        ("--enable-deterministic-inference", *ARGUMENTS),
+        {"temperature": 1.5, "sampling_seed": 5},
+        [],
+    )
+    kinds = (("rows", worker, LAUNCHER), ("plain", None, harness.LAUNCHER))
+    for name, kind, launcher in kinds:
+        log = logs / f"rows-seeds-{name}-{worker}.log"
+        variables = RANDOM if kind else {}
+        with (
+            running(log, *seeded, worker=kind, launcher=launcher, **variables) as server,
+            ThreadPoolExecutor(16) as pool,
+        ):
+            with decoding(server, pool, prompts[90:92], **RIDERS) as greedy:
+                asked = [
+                    pool.submit(server.generate, each, **drawn, **SHORT) for each in prompts[:12]
+                ]
+                others = [each.result() for each in asked]
+            found.append([*others, *greedy])
+    for answer, reference in zip(*found, strict=True):
+        assert_same(answer, reference)
+    assert accept_length(found[0]) > 1.2
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -> None:
+    """Rows are left out where they cost something, and what is expected of drafts is what becomes of them."""
+    log, asked = logs / f"auto-{worker}.log", prompts[:48]
+    with running(log, *ARGUMENTS, worker=worker, launcher=LAUNCHER) as server:
+        warm = server.generate_all(prompts[50:80], concurrency=16)
+        before = counted(server)
+        answers = server.generate_all(asked, concurrency=16)
+        moved = counted(server) - before
+        for answer, expected, prompt in zip(answers, plain.references(asked), asked, strict=True):
+            assert_same(answer, expected, plain, prompt)
+        costs = server.info()["dflash_costs"]
+        assert costs["ragged"]["64"] > 0 and costs["plain"].keys() == costs["whole"].keys()
+        if DEVICE == "cpu":  # whose rows cost as if they were many
+            assert of(moved, "planned_rounds_total")["ragged"] > 10
+            rows, drafted = (
+                sum(of(moved, "verified_rows_total").values()),
+                moved["drafted_tokens_total", ""],
+            )
+            assert rows < 0.8 * drafted
+            tried, survived, expected = (
+                sum(of(moved, f"{name}_at_position_total").values())
+                for name in ("tried", "survived", "expected")
+            )
+            assert tried > 500 and survived / tried == pytest.approx(expected / tried, abs=0.08)
+        assert accept_length(answers + warm) > 2.5
+        server.check_idle()

@@ -1,0 +1,106 @@
+"""How many rows a round has, by what is expected of drafts and what rounds take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.round.costs import Costs, Staircase
+from sglang_dflash.scheduler.plan import PLAIN, PROBE, RAGGED, WHOLE, BestRows
+
+WIDTH, SIZES = 16, [64, 128, 256, 512, 1024, 2048]
+
+
+def costs(per_row: float, base: float = 5.0, draft: float = 0.5) -> Costs:
+    """Rounds that read weights, and then take longer with each row."""
+    requests = [1, 8, 32, 128]
+
+    def stairs(sizes: list[int], rows: int) -> Staircase:
+        return Staircase(sizes, [base + per_row * n * rows for n in sizes])
+
+    return Costs(
+        draft=Staircase(requests, [draft] * len(requests)),
+        whole=stairs(requests, WIDTH),
+        plain=stairs(requests, 1),
+        ragged=stairs(SIZES, 1),
+        head=Staircase(SIZES, [0.0] * len(SIZES)),
+        context=1e-5,
+    )
+
+
+def chances(rate: float, requests: int = 16) -> torch.Tensor:
+    return torch.full((requests, WIDTH - 1), rate).cumprod(dim=1)
+
+
+def test_whole_until_anything_is_known() -> None:
+    assert BestRows(WIDTH, costs(1.0)).next(64).reason == WHOLE
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7, 0.9, 0.97])
+def test_free_rows(rate: float) -> None:
+    """Where rows cost nothing, all are verified, unless not even drafting pays."""
+    plans = BestRows(WIDTH, costs(0.0))
+    plans.note(chances(rate))
+    assert plans.next(1).reason == WHOLE
+    plans.note(chances(0.0))
+    assert plans.next(1).reason == PLAIN
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("requests", [8, 32, 100])
+def test_dear_rows(rate: float, requests: int) -> None:
+    """The number that promises most; verified by trying all."""
+    table = costs(0.02)
+    plans = BestRows(WIDTH, table)
+    plans.note(chances(rate))
+    plan = plans.next(requests)
+    worth = chances(rate, requests).flatten().sort(descending=True).values
+
+    def speed(rows: int) -> float:
+        time = table.whole.at(requests) if rows == requests * WIDTH else table.ragged.at(rows)
+        return (requests + float(worth[: rows - requests].sum())) / (0.5 + time)
+
+    rows = [n for n in SIZES if requests < n < requests * WIDTH]
+    best = max([*map(speed, rows), speed(requests * WIDTH), requests / table.plain.at(requests)])
+    assert plan.reason in (RAGGED, WHOLE)
+    assert speed(plan.rows(requests)) >= 0.98 * best
+
+
+def test_long_contexts_make_rows_cheaper() -> None:
+    """What their keys take is taken whatever the number of rows."""
+    plans = BestRows(WIDTH, costs(0.02))
+    plans.note(chances(0.8))
+    assert plans.plan(32, keys=10_000_000).rows(32) > plans.plan(32).rows(32)
+
+
+def test_prompts_take_rows() -> None:
+    """What is planned and prompts beside it are no more than the largest pass, and fill one up."""
+    plans = BestRows(WIDTH, costs(1e-6))
+    plans.note(chances(0.95))
+    assert plans.plan(100, prompt_rows=100).rows(100) == 1600
+    beside = plans.plan(100, prompt_rows=600)
+    assert beside.reason == RAGGED and beside.rows(100) + 600 == 2048
+    plans.note(chances(0.0))
+    assert plans.plan(100, prompt_rows=600).rows(100) == 100
+
+
+def test_probes() -> None:
+    """While nothing is drafted, few drafts are tried now and then, and rarely at last."""
+    plans = BestRows(WIDTH, costs(0.02))
+    plans.note(chances(0.0))
+    made = [plans.next(32) for _ in range(400)]
+    at = [i for i, plan in enumerate(made) if plan.reason == PROBE]
+    assert {plan.reason for plan in made} == {PLAIN, PROBE}
+    assert all(plan.width == WIDTH and plan.total == 64 for plan in made if plan.reason == PROBE)
+    assert at[0] < 10 and 4 <= len(at) <= 10 and at[-1] - at[-2] == 64
+    plans.note(chances(0.9))
+    assert plans.next(32).reason in (WHOLE, RAGGED)
+    plans.note(chances(0.0))
+    again = [plans.next(32).reason for _ in range(10)]
+    assert again[0] == PLAIN and PROBE in again
+
+
+def test_whole_blocks_are_left_for_something_better_only() -> None:
+    plans = BestRows(WIDTH, costs(1e-5))
+    plans.note(chances(0.9))
+    assert plans.next(8).reason == WHOLE

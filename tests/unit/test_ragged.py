@@ -1,0 +1,112 @@
+"""Rows that are given out by worth, and what drafts are worth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.round.accept import accept
+from sglang_dflash.round.ragged import Ragged
+from sglang_dflash.round.survival import BINS, Survival
+
+WIDTH = 6
+
+
+@pytest.mark.parametrize("total", [7, 8, 20, 41, 42])
+def test_the_likeliest_drafts_get_rows(total: int) -> None:
+    torch.manual_seed(total)
+    chances = torch.rand(7, WIDTH - 1).cumprod(dim=1)
+    chances[3] = chances[2]  # equal ones
+    ragged = Ragged.share(chances, total)
+    counts = ragged.counts.tolist()
+    assert sum(counts) == total and all(1 <= count <= WIDTH for count in counts)
+    taken = [row[: n - 1] for row, n in zip(chances.tolist(), counts, strict=True)]
+    left = [row[n - 1 :] for row, n in zip(chances.tolist(), counts, strict=True)]
+    assert min(sum(taken, []), default=1.0) >= max(sum(left, []), default=0.0)
+
+
+def test_rows_that_are_the_same_of_all() -> None:
+    """Certain drafts are as likely as those before them, of which the earlier count."""
+    ragged = Ragged.share(torch.ones(4, WIDTH - 1), 4 + 7)
+    assert ragged.counts.tolist() == [6, 3, 1, 1]
+
+
+def test_rows_of_whole_blocks_and_back() -> None:
+    counts = torch.tensor([3, 1, 6, 2])
+    ragged = Ragged.of(counts, 12, WIDTH)
+    whole = [[10 * request + i for i in range(WIDTH)] for request in range(4)]
+    tokens = torch.tensor([t for row, n in zip(whole, counts, strict=True) for t in row[:n]])
+    assert torch.equal(torch.tensor(whole).flatten()[ragged.source], tokens)
+    blocks = ragged.spread(tokens)
+    nearest = tokens[ragged.nearest].view(4, WIDTH)
+    for row, near, own, n in zip(blocks.tolist(), nearest.tolist(), whole, counts, strict=True):
+        assert row == own[:n] + [0] * (WIDTH - n)
+        assert near == own[:n] + [own[n - 1]] * (WIDTH - n)
+
+
+def test_a_draft_without_a_row_is_not_accepted() -> None:
+    """However right it is; the last row of a request gives its bonus token."""
+    target = torch.arange(24).view(4, WIDTH)
+    drafts = target[:, :-1].clone()
+    drafts[2, 1] = 99
+    ragged = Ragged.of(torch.tensor([3, 1, 6, 6]), 16, WIDTH)
+    accepted = accept(ragged.spread(target.flatten()[ragged.source]), ragged.hide(drafts))
+    assert accepted.lengths.tolist() == [3, 1, 2, 6]
+    assert accepted.bonus_tokens.tolist() == [2, 6, 13, 23]
+
+
+def survive(rates: torch.Tensor, requests: int) -> torch.Tensor:
+    """Accept lengths [requests] of drafts that survive at some rates ([drafts])."""
+    alive = torch.rand(requests, len(rates)) < rates
+    return alive.long().cumprod(dim=1).sum(dim=1) + 1
+
+
+def test_rates_are_learned_of_what_was_tried() -> None:
+    """By position, though only few rows of a block are verified at a time; drawn requests have rates of their own."""
+    torch.manual_seed(0)
+    survival, true = Survival(WIDTH - 1, "cpu"), torch.tensor([0.95, 0.9, 0.6, 0.3, 0.8])
+    margins, kinds = torch.full((64, WIDTH - 1), 3.0), torch.zeros(64, dtype=torch.int64)
+    for _ in range(200):
+        estimate = survival.estimate(margins, kinds)
+        rows = torch.randint(1, WIDTH + 1, (64,))
+        survival.learn(estimate.cells, rows, torch.minimum(survive(true, 64), rows))
+    found = survival.estimate(margins, kinds).chances[0]
+    torch.testing.assert_close(found, true.cumprod(0), atol=0.05, rtol=0)
+    assert torch.equal(
+        survival.estimate(margins, kinds + 1).chances[0],
+        Survival(WIDTH - 1, "cpu").estimate(margins, kinds).chances[0],
+    )
+
+
+def test_what_changes_is_learned_anew() -> None:
+    torch.manual_seed(0)
+    survival, margins = Survival(4, "cpu"), torch.full((32, 4), 2.0)
+    kinds = torch.zeros(32, dtype=torch.int64)
+    for rate in (0.9, 0.2):
+        for _ in range(150):
+            cells = survival.estimate(margins, kinds).cells
+            survival.learn(cells, 5, survive(torch.full((4,), rate), 32))
+        assert survival.estimate(margins, kinds).chances[0, 0] == pytest.approx(rate, abs=0.1)
+
+
+def test_surer_drafts_survive_sooner_at_first() -> None:
+    margins = torch.tensor([[0.0, 0.2, 1.0, 5.0, 1e9], [float("inf"), float("nan"), 1, 1, 1]])
+    estimate = Survival(5, "cpu").estimate(margins, torch.tensor([0, 1]))
+    alone = estimate.chances[0] / torch.cat([torch.ones(1), estimate.chances[0, :-1]])
+    assert (alone.diff() >= -1e-6).all() and alone[0] > 0.4 and alone[-1] > 0.99
+    assert estimate.cells.min() >= 0 and estimate.cells.max() < 2 * 5 * BINS
+    assert torch.isfinite(estimate.chances).all()
+
+
+def test_all_orders_give_the_same() -> None:
+    """Ranks must agree: what is counted does not depend on the order in which it is added up."""
+    torch.manual_seed(0)
+    margins, lengths = 8 * torch.rand(50, 15), torch.randint(1, 17, (50,))
+    kinds, order = torch.randint(0, 2, (50,)), torch.randperm(50)
+    rates = []
+    for at in (torch.arange(50), order):
+        survival = Survival(15, "cpu")
+        for _ in range(5):
+            survival.learn(survival.estimate(margins, kinds).cells[at], 16, lengths[at])
+        rates.append(survival.rates)
+    assert torch.equal(*rates)
