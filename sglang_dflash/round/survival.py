@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.gpu.kernels.survival import count_and_update, expect
+
 BINS = 16  # of margins: two for each doubling, from 1/8
 _FIRST_EXPONENT = -3
-_WINDOW = 8192  # drafts after which one is forgotten,
-_FASTEST, _SLOWEST = 0.5, 0.99  # and what is kept of them after a round, at least and at most
+_WINDOW = 4096  # drafts after which one is forgotten,
+_FASTEST, _SLOWEST = 0.5, 0.97  # and what is kept of them after a round, at least and at most
 # Drafts that a guess is worth: of a margin's chance before any was seen, and of a margin at one position by what is
 # known of that margin.
 _GUESS, _POOLED = 8.0, 16.0
@@ -51,7 +53,8 @@ class Survival:
             drafts: of the widest block.
         """
         self._drafts, shape = drafts, (2, drafts, BINS)
-        self._tried, self._survived = torch.zeros(2, *shape, device=device)
+        self._counts = torch.zeros(2, *shape, device=device)
+        self._fresh = torch.zeros_like(self._counts)
         exponents = _FIRST_EXPONENT + torch.arange(BINS, device=device) / 2
         # A margin of m means that the drafter finds the draft e^m times as likely as the next.
         self._guess = 1 - 0.5 * torch.exp(-exponents.exp2() / 2)
@@ -64,8 +67,10 @@ class Survival:
             margins: [bs, width - 1] float32, not negative.
             drawn: [bs] int64, 1 for requests that draw, else 0.
         """
-        size = margins.clamp(min=2.0**_FIRST_EXPONENT).log2() - _FIRST_EXPONENT
-        bins = (2 * size).nan_to_num(0.0).clamp(max=BINS - 1).to(torch.int64)
+        if margins.is_cuda:
+            return Estimate(*expect(margins, drawn, self.rates, 2.0**_FIRST_EXPONENT))
+        size = margins.nan_to_num(0.0).clamp(min=2.0**_FIRST_EXPONENT).log2() - _FIRST_EXPONENT
+        bins = (2 * size).clamp(max=BINS - 1).to(torch.int64)
         position = torch.arange(margins.shape[1], device=margins.device)
         cells = (drawn[:, None] * self._drafts + position) * BINS + bins
         return Estimate(cells, self.rates.flatten()[cells].cumprod(dim=1))
@@ -78,20 +83,23 @@ class Survival:
             rows: [bs] int64, how many rows of each request were verified, or of all.
             lengths: [bs] int64, tokens that the round commits, the bonus token included.
         """
+        if cells.is_cuda:
+            count_and_update(
+                *(cells, rows, lengths, self._fresh, self._counts, self.rates, self._guess),
+                window=_WINDOW,
+                kept=(_FASTEST, _SLOWEST),
+                weights=(_GUESS, _POOLED),
+            )
+            return
         position = torch.arange(cells.shape[1], device=cells.device)
         verified = rows[:, None] - 1 if isinstance(rows, torch.Tensor) else rows - 1
         tried = (position < lengths[:, None]) & (position < verified)
-        survived = position < lengths[:, None] - 1
-        cells = cells.flatten()
-        for counts, seen in ((self._tried, tried), (self._survived, survived)):
-            fresh = torch.zeros_like(counts).flatten()
-            # Whole numbers: their sum is the same in whatever order.
-            fresh.index_add_(0, cells, seen.flatten().to(fresh.dtype))
-            fresh = fresh.view_as(counts)
-            if counts is self._tried:
-                total = fresh.sum(dim=(1, 2), keepdim=True)
-                kept = (1 - total / _WINDOW).clamp(_FASTEST, _SLOWEST).where(total > 0, 1.0)
-            counts.mul_(kept).add_(fresh)
-        pooled = self._survived.sum(1, keepdim=True) + _GUESS * self._guess
-        pooled = pooled / (self._tried.sum(1, keepdim=True) + _GUESS)
-        torch.div(self._survived + _POOLED * pooled, self._tried + _POOLED, out=self.rates)
+        survived = tried & (position < lengths[:, None] - 1)
+        for fresh, seen in zip(self._fresh, (tried, survived), strict=True):
+            fresh.zero_().view(-1).index_add_(0, cells.flatten(), seen.flatten().float())
+        total = self._fresh[0].sum(dim=(1, 2), keepdim=True)
+        kept = (1 - total / _WINDOW).clamp(_FASTEST, _SLOWEST).where(total > 0, 1.0)
+        tried, survived = self._counts.mul_(kept).add_(self._fresh)
+        pooled = survived.sum(1, keepdim=True) + _GUESS * self._guess
+        pooled = pooled / (tried.sum(1, keepdim=True) + _GUESS)
+        torch.div(survived + _POOLED * pooled, tried + _POOLED, out=self.rates)

@@ -108,24 +108,22 @@ class BestRows(WholeBlocks):
     def __init__(self, width: int, costs: Costs):
         super().__init__(width)
         self._width, self._costs = width, costs
-        self._requests, self._gains = 0, np.zeros(1)
+        self._requests, self._gains, self._at = 0, np.zeros(1), np.zeros(1)
         self._without, self._patience = 0, _SOON
 
     def note(self, chances: torch.Tensor) -> None:
         best = np.sort(chances.numpy(), axis=None)[::-1]
         self._requests, self._gains = len(chances), np.concatenate([[0.0], best.cumsum()])
+        self._at = np.arange(len(self._gains))
 
     def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         plans = self._plans(requests, prompt_rows)
         if not self._requests or len(plans) == 1:
             return plans[0]
-        context = self._costs.context * keys
-        rates = [
-            self._tokens(requests, plan.rows(requests))
-            / (self._time(plan, requests, prompt_rows) + context)
-            for plan in plans
-        ]
-        best = max(range(len(plans)), key=rates.__getitem__)
+        tokens = self._tokens(requests, [plan.rows(requests) for plan in plans])
+        times = np.array([self._time(plan, requests, prompt_rows) for plan in plans])
+        rates = tokens / (times + self._costs.context * keys)
+        best = int(rates.argmax())
         pays = rates[best] > _WORTH * rates[0] or plans[0].total is not None
         return plans[best if pays else 0]
 
@@ -159,12 +157,11 @@ class BestRows(WholeBlocks):
         plans.append(Plan(1, reason=PLAIN))
         return plans
 
-    def _tokens(self, requests: int, rows: int) -> float:
-        """That a round is expected to commit."""
+    def _tokens(self, requests: int, rows: list[int]) -> np.ndarray:
+        """That rounds of so many rows are expected to commit."""
         scale = requests / self._requests
-        drafts = (rows - requests) / scale
-        gains = self._gains
-        return requests + scale * float(np.interp(drafts, np.arange(len(gains)), gains))
+        drafts = (np.array(rows) - requests) / scale
+        return requests + scale * np.interp(drafts, self._at, self._gains)
 
     def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
         """Milliseconds of a round, contexts aside."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_dflash.gpu.kernels.survival import count_and_update, expect
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.survival import BINS, Survival
@@ -110,3 +111,32 @@ def test_all_orders_give_the_same() -> None:
             survival.learn(survival.estimate(margins, kinds).cells[at], 16, lengths[at])
         rates.append(survival.rates)
     assert torch.equal(*rates)
+
+
+@pytest.mark.parametrize(("widest", "width"), [(15, 16), (15, 8), (4, 5)])
+def test_kernels(widest: int, width: int) -> None:
+    """The steps as a GPU takes them, with all that is learned from round to round."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    theirs = Survival(widest, "cpu")
+    rates, guess = theirs.rates.to(device).clone(), theirs._guess.to(device)
+    fresh, counts = torch.zeros(2, 2, 2, widest, BINS, device=device)
+    for number in range(6):
+        margins = 12 * torch.rand(9, width - 1) ** 2
+        margins[3, 0], margins[4, 1] = 0.0, float("inf")
+        drawn, lengths = torch.randint(0, 2, (9,)), torch.randint(1, width + 1, (9,))
+        rows = torch.randint(1, width + 1, (9,)) if number % 2 else width
+        expected = theirs.estimate(margins, drawn)
+        cells, chances = expect(margins.to(device), drawn.to(device), rates, 0.125)
+        assert torch.equal(cells.cpu(), expected.cells)
+        torch.testing.assert_close(chances.cpu(), expected.chances)
+        theirs.learn(expected.cells, rows, lengths)
+        count_and_update(
+            *(cells, rows.to(device) if number % 2 else rows, lengths.to(device)),
+            *(fresh, counts, rates, guess),
+            window=4096,
+            kept=(0.5, 0.97),
+            weights=(8.0, 16.0),
+        )
+        assert not fresh.any()
+        torch.testing.assert_close(rates.cpu(), theirs.rates)

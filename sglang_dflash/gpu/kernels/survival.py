@@ -1,0 +1,188 @@
+"""What drafts are expected to give, and what became of them, in one and two launches; stands for `Survival`'s steps."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _multiply(a, b):
+    return a * b
+
+
+@triton.jit
+def _expect(
+    margins_ptr,
+    drawn_ptr,
+    rates_ptr,
+    cells_ptr,
+    chances_ptr,
+    FIRST: tl.constexpr,
+    WIDEST: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    DRAFTS_POW2: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, DRAFTS_POW2)
+    inside = i < DRAFTS
+    margin = tl.load(margins_ptr + request * DRAFTS + i, mask=inside, other=0.0)
+    # NaN and all that is small are in the first bin.
+    margin = tl.where(margin > 0, margin, 0.0)
+    size = 2 * (
+        tl.log2(tl.maximum(margin, FIRST)) - tl.log2(tl.full([DRAFTS_POW2], FIRST, tl.float32))
+    )
+    bins = tl.minimum(size, BINS - 1).to(tl.int64)
+    cell = (tl.load(drawn_ptr + request) * WIDEST + i) * BINS + bins
+    rate = tl.load(rates_ptr + cell, mask=inside, other=0.0)
+    tl.store(cells_ptr + request * DRAFTS + i, cell, mask=inside)
+    chance = tl.associative_scan(rate, 0, _multiply)
+    tl.store(chances_ptr + request * DRAFTS + i, chance, mask=inside)
+
+
+def expect(
+    margins: torch.Tensor, drawn: torch.Tensor, rates: torch.Tensor, first: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cells and chances of drafts, as in `Estimate`.
+
+    Args:
+        margins: [bs, drafts] float32, contiguous.
+        drawn: [bs] int64, 0 or 1.
+        rates: [2, widest, bins] float32.
+        first: margin at which the second bin's half of a doubling begins to count.
+    """
+    requests, drafts = margins.shape
+    cells = torch.empty(margins.shape, dtype=torch.int64, device=margins.device)
+    chances = torch.empty_like(margins)
+    _expect[(requests,)](
+        margins,
+        drawn,
+        rates,
+        cells,
+        chances,
+        FIRST=first,
+        WIDEST=rates.shape[1],
+        DRAFTS=drafts,
+        DRAFTS_POW2=triton.next_power_of_2(drafts),
+        BINS=rates.shape[2],
+        num_warps=1,
+    )
+    return cells, chances
+
+
+@triton.jit
+def _count(
+    cells_ptr,
+    rows_ptr,
+    lengths_ptr,
+    fresh_ptr,
+    width,
+    SIZE: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    DRAFTS_POW2: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, DRAFTS_POW2)
+    length = tl.load(lengths_ptr + request)
+    rows = width
+    if RAGGED:
+        rows = tl.load(rows_ptr + request)
+    tried = (i < DRAFTS) & (i < length) & (i < rows - 1)
+    cell = tl.load(cells_ptr + request * DRAFTS + i, mask=tried, other=0)
+    tl.atomic_add(fresh_ptr + cell, 1.0, mask=tried)
+    tl.atomic_add(fresh_ptr + SIZE + cell, 1.0, mask=tried & (i < length - 1))
+
+
+@triton.jit
+def _update(
+    fresh_ptr,
+    counts_ptr,
+    rates_ptr,
+    guess_ptr,
+    window,
+    FASTEST: tl.constexpr,
+    SLOWEST: tl.constexpr,
+    GUESS: tl.constexpr,
+    POOLED: tl.constexpr,
+    WIDEST: tl.constexpr,
+    WIDEST_POW2: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    kind = tl.program_id(0)
+    position, bins = tl.arange(0, WIDEST_POW2)[:, None], tl.arange(0, BINS)[None, :]
+    inside = (position < WIDEST) & (bins < BINS)
+    at = (kind * WIDEST + position) * BINS + bins
+    size: tl.constexpr = 2 * WIDEST * BINS
+    tried_now = tl.load(fresh_ptr + at, mask=inside, other=0.0)
+    survived_now = tl.load(fresh_ptr + size + at, mask=inside, other=0.0)
+    total = tl.sum(tl.sum(tried_now, axis=1), axis=0)
+    kept = tl.minimum(tl.maximum(1 - total / window, FASTEST), SLOWEST)
+    kept = tl.where(total > 0, kept, 1.0)
+    tried = tl.load(counts_ptr + at, mask=inside, other=0.0) * kept + tried_now
+    survived = tl.load(counts_ptr + size + at, mask=inside, other=0.0) * kept + survived_now
+    tl.store(counts_ptr + at, tried, mask=inside)
+    tl.store(counts_ptr + size + at, survived, mask=inside)
+    zero = tl.zeros([WIDEST_POW2, BINS], tl.float32)
+    tl.store(fresh_ptr + at, zero, mask=inside)
+    tl.store(fresh_ptr + size + at, zero, mask=inside)
+    guess = tl.load(guess_ptr + tl.arange(0, BINS))
+    pooled = (tl.sum(survived, axis=0) + GUESS * guess) / (tl.sum(tried, axis=0) + GUESS)
+    rate = (survived + POOLED * pooled[None, :]) / (tried + POOLED)
+    tl.store(rates_ptr + at, rate, mask=inside)
+
+
+def count_and_update(
+    cells: torch.Tensor,
+    rows: torch.Tensor | int,
+    lengths: torch.Tensor,
+    fresh: torch.Tensor,
+    counts: torch.Tensor,
+    rates: torch.Tensor,
+    guess: torch.Tensor,
+    *,
+    window: float,
+    kept: tuple[float, float],
+    weights: tuple[float, float],
+) -> None:
+    """Counts what became of a round's drafts, and the rates that follow; see `Survival.learn`.
+
+    Args:
+        fresh: [2, 2, widest, bins] float32, of the round alone; zero before and after.
+        counts: likewise, of tried and survived drafts; written.
+        rates: [2, widest, bins] float32, written.
+        kept: the least and the most that is kept of older counts.
+        weights: of the guess, and of a margin's chance at all positions.
+    """
+    ragged = isinstance(rows, torch.Tensor)
+    _, kinds, widest, bins = fresh.shape
+    requests, drafts = cells.shape
+    _count[(requests,)](
+        cells,
+        rows if ragged else lengths,
+        lengths,
+        fresh,
+        0 if ragged else rows,
+        SIZE=kinds * widest * bins,
+        DRAFTS=drafts,
+        DRAFTS_POW2=triton.next_power_of_2(drafts),
+        RAGGED=ragged,
+        num_warps=1,
+    )
+    _update[(kinds,)](
+        fresh,
+        counts,
+        rates,
+        guess,
+        window,
+        FASTEST=kept[0],
+        SLOWEST=kept[1],
+        GUESS=weights[0],
+        POOLED=weights[1],
+        WIDEST=widest,
+        WIDEST_POW2=triton.next_power_of_2(widest),
+        BINS=bins,
+        num_warps=4,
+    )
