@@ -41,6 +41,10 @@ class Staircase:
     sizes: Sequence[int]
     times: Sequence[float]
 
+    def __str__(self) -> str:
+        steps = zip(self.sizes, self.times, strict=True)
+        return ", ".join(f"{size}: {time:.2f}" for size, time in steps) + " ms"
+
     def at(self, size: int) -> float:
         """Milliseconds; beyond the largest in proportion."""
         if size > self.sizes[-1]:

@@ -75,8 +75,8 @@ class PromptGraphs:
         self._last: TargetRows | None = None
         self._graphs: dict[Key, Captured] = {}
         self._capture_all()
-        self.times = self._measure(self._replay)
-        self.head_times = self._measure(self._choose)
+        self.passes = self._measure(self._replay)
+        logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
 
     def holds(self, rows: int, requests: int) -> bool:
         """Whether a pass over so many rows of so many requests was captured."""
@@ -151,8 +151,8 @@ class PromptGraphs:
         """
         if block_rows >= self.sizes[-1]:
             return 0
-        alone = self.times[bisect.bisect_left(self.sizes, block_rows)]
-        within = bisect.bisect_right(self.times, alone * (1 + slowdown))
+        alone = self.passes.at(block_rows)
+        within = bisect.bisect_right(self.passes.times, alone * (1 + slowdown))
         rows = max(self.sizes[within - 1] - block_rows, backlog // PATIENCE)
         return min(rows, self.sizes[-1] - block_rows)
 
@@ -170,9 +170,9 @@ class PromptGraphs:
             draft=draft,
             whole=whole,
             plain=Staircase(opened.sizes, plain),
-            ragged=Staircase(self.sizes, self.times),
-            head=Staircase(self.sizes, self.head_times),
-            context=key_bytes * self.times[0] / weights,
+            ragged=self.passes,
+            head=self._measure(self._choose),
+            context=key_bytes * self.passes.times[0] / weights,
         )
 
     def _key(self, size: int, longest: int) -> Key:
@@ -239,9 +239,9 @@ class PromptGraphs:
         hidden = self._hidden[: key.rows].copy_(rows.hidden_states)
         return replace(rows, hidden_states=hidden, taps=None)
 
-    def _measure(self, run: Callable[[int], object]) -> list[float]:
-        """Milliseconds of what is done with rows of each size, as `milliseconds` gives them."""
-        return milliseconds([partial(run, size) for size in self.sizes])
+    def _measure(self, run: Callable[[int], object]) -> Staircase:
+        """What is done with rows of each size."""
+        return Staircase(self.sizes, milliseconds([partial(run, size) for size in self.sizes]))
 
     def _replay(self, size: int) -> None:
         self.inputs.clear(size)

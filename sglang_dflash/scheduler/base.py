@@ -18,7 +18,7 @@ from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
-from sglang_dflash.round.run import RoundResult, capture
+from sglang_dflash.round.run import AUTO, RoundResult, capture
 from sglang_dflash.scheduler.plan import planner
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_dflash.round.costs import Costs
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class DFlashWorkerBase:
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
         self.rounds = capture(self.parts, server_args, widths(server_args))
-        costs = self.rounds.costs()
+        costs = self._costs(server_args)
         self.planner = planner(self.width, widths(server_args), costs)
         self.riding = Riding(
             server_args.speculative_dflash_prompt_slowdown, self.rounds, self.planner
@@ -93,6 +95,19 @@ class DFlashWorkerBase:
             )
         exempt = exempt_start_up()
         logger.info("%s objects of start-up are exempt from garbage collection", f"{exempt:,}")
+
+    def _costs(self, args: ServerArgs) -> Costs | None:
+        """What rounds take, where the number of their rows is to be chosen; for the log, too."""
+        costs = self.rounds.costs()
+        if costs is not None:
+            logger.info("DFLASH rounds take, in ms: %s", costs.as_dict())
+        elif args.speculative_dflash_verify == AUTO:
+            logger.warning(
+                "DFLASH verifies all rows, because no passes of the target are captured in which requests have "
+                "different numbers of them: leave --speculative-dflash-verify auto out, or see that there are CUDA "
+                "graphs and that --piecewise-cuda-graph-max-tokens is at least 64."
+            )
+        return costs
 
     @property
     def model_runner(self) -> ModelRunner:

@@ -101,7 +101,8 @@ def round_buffers(
     rows = max(buckets) * args.speculative_num_draft_tokens
     logits = -(-vocab_size // args.tp_size)
     taps = 2 * len(config.taps) * config.target_hidden_size
-    rounds = _GRAPHS + len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
+    kinds = 1 if args.speculative_dflash_verify == "all" else 2  # those of bonus tokens alone, too
+    rounds = _GRAPHS + kinds * len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
     passes = row_sizes(rows, args.piecewise_cuda_graph_max_tokens)
     if not passes:
         return rounds

@@ -136,9 +136,9 @@ class EagerPasses(PromptGraphs):
     def _capture_all(self) -> None:
         self._graphs = {key: EagerPass(self, key) for key in self._keys()}
 
-    def _measure(self, run: Callable[[int], object]) -> list[float]:
+    def _measure(self, run: Callable[[int], object]) -> Staircase:
         """A pass takes as long as it has rows."""
-        return list(map(float, self.sizes))
+        return Staircase(self.sizes, list(map(float, self.sizes)))
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:

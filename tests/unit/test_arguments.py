@@ -134,6 +134,7 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
         ),
         ({"speculative_dflash_attention": "fa3"}, "--speculative-dflash-attention fa3 needs a GPU"),
         ({"speculative_dflash_attention": "fa2"}, "--speculative-dflash-attention fa2 does not"),
+        ({"speculative_dflash_verify": "some"}, "--speculative-dflash-verify some does not exist"),
     ],
 )
 def test_unsupported(changes: dict[str, Any], named: str) -> None:

@@ -56,6 +56,7 @@ def test_captured_rounds() -> None:
         speculative_num_draft_tokens=16,
         tp_size=2,
         piecewise_cuda_graph_max_tokens=None,
+        speculative_dflash_verify="all",
     )
     more = round_buffers(args, config, 150_000, 2, 4096)
     args.cuda_graph_bs = [1, 8, 16]
@@ -68,5 +69,7 @@ def test_captured_rounds() -> None:
     assert longer - half == len(passes) * 11 << 20
     args.piecewise_cuda_graph_max_tokens = 0
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
+    args.speculative_dflash_verify = "auto"
+    assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 6 * 14) << 20
     args.disable_cuda_graph = True
     assert round_buffers(args, config, 150_000, 2, 4096) == 0

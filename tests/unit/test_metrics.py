@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
+from sglang_dflash.scheduler.plan import PLAIN, PROBE, RAGGED, WHOLE
 from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS
 from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, METRICS, NoMetrics, RoundMetrics
 
@@ -60,7 +62,8 @@ def test_documentation() -> None:
         name: (kind.capitalize(), (label,) if label else ()) for name, kind, label in rows
     }
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
-    for reason in (NO_GRAPH, HISTORY, SLOTS, IN_ROUNDS, ALONE):
+    plans = (WHOLE, RAGGED, PLAIN, PROBE)
+    for reason in (NO_GRAPH, HISTORY, SLOTS, IN_ROUNDS, ALONE, *plans):
         assert f"| `{reason}` |" in text
     requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()
     refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))
@@ -80,3 +83,22 @@ def test_rows_of_prompts() -> None:
     for way, expected in ((IN_ROUNDS, 42), (ALONE, 5)):
         labels = {"model_name": "rows of prompts", "way": way}
         assert REGISTRY.get_sample_value("sglang:dflash_prompt_rows_total", labels) == expected
+
+
+def test_what_is_expected_of_drafts() -> None:
+    """Of those that were tried alone: verified, and all before them accepted."""
+    draft = SimpleNamespace(
+        token_to_kv_pool_allocator=None, token_to_kv_pool=SimpleNamespace(size=8)
+    )
+    args = SimpleNamespace(speculative_num_draft_tokens=4)
+    metrics = RoundMetrics(args, {"model_name": "expected"}, draft, 1)
+    alone = torch.tensor([[0.9, 0.5, 0.8], [0.7, 0.6, 0.4], [0.2, 0.1, 0.3]])
+    rows, lengths = torch.tensor([[4.0], [2.0], [1.0]]), torch.tensor([2, 2, 1])
+    metrics.expected(alone.cumprod(dim=1), rows, lengths)
+    # Of the first, drafts 1 and 2 were tried; of the second, 1, whose last row gave its bonus token; of the third none.
+    found = {"tried": (2, 1), "survived": (2, 0), "expected": (0.9 + 0.7, 0.5)}
+    for name, values in found.items():
+        for position, value in enumerate((*values, 0), start=1):
+            labels = {"model_name": "expected", "position": str(position)}
+            sample = REGISTRY.get_sample_value(f"sglang:dflash_{name}_at_position_total", labels)
+            assert (sample or 0) == pytest.approx(value)

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.gpu.pass_sizes import MOST_ROWS, PROMPT_ROWS, row_sizes
+from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
@@ -153,7 +154,7 @@ def test_slots_for_the_rest_of_a_prompt(page_size: int) -> None:
 def timed(sizes: list[int], times: list[float]) -> PromptGraphs:
     """Graphs that were captured elsewhere, and how long they take."""
     graphs = object.__new__(PromptGraphs)
-    graphs.sizes, graphs.times = sizes, times
+    graphs.sizes, graphs.passes = sizes, Staircase(sizes, times)
     graphs.inputs = SimpleNamespace(most=4)
     return graphs
 
