@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # Rows whose logits are held at once: 78 MB a tensor with a vocabulary of 152,000.
 ROWS_AT_ONCE = 128
 
+# Parameters that have a row for each request.
+_BY_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
+
 # By row, what a sampler gives only if a request asks for it.
 _LISTS = (
     "next_token_top_logprobs_val",
@@ -154,6 +157,55 @@ class Sampling:
             whole.next_token_logprobs = whole.next_token_logprobs.view(-1, width)
         return torch.cat(drawn).view(-1, width), whole
 
+    @property
+    def alike(self) -> bool:
+        """Whether all requests draw, and none asks for more than its parameters say."""
+        extras = (self.penalties, self.has_grammar, self.return_hidden_states, self.return_logprob)
+        custom = self.info.has_custom_logit_processor
+        return len(self.drawing) == len(self.reqs) and not (custom or any(extras))
+
+    def draw_rows(
+        self,
+        sampler: Sampler,
+        logits: Callable[[slice], LogitsProcessorOutput],
+        positions: torch.Tensor,
+        owners: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draws after some rows of requests that are `alike`.
+
+        Args:
+            logits: as in `draw`.
+            positions, owners: [n] int64, of each row, and which request's it is.
+
+        Returns:
+            [n] int64.
+        """
+        drawn = []
+        for first in range(0, len(owners), ROWS_AT_ONCE):
+            part = slice(first, min(first + ROWS_AT_ONCE, len(owners)))
+            info, output = self._info_at(owners[part]), logits(part)
+            not_finite = take_out(output.next_token_logits)
+            info.apply_logits_bias(output.next_token_logits)
+            nobody = [0] * (part.stop - first), [None] * (part.stop - first)
+            tokens = sampler(output, info, False, *nobody, positions[part])
+            drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
+        return torch.cat(drawn)
+
+    def _info_at(self, owners: torch.Tensor) -> SamplingBatchInfo:
+        """Parameters of requests ([n] int64), a row each."""
+
+        def of(value: torch.Tensor | None) -> torch.Tensor | None:
+            return None if value is None else value[owners]
+
+        return replace(
+            self.info,
+            **{name: of(getattr(self.info, name)) for name in _BY_REQUEST},
+            grammars=None,
+            vocab_mask=None,
+            apply_mask_func=None,
+            penalizer_orchestrator=None,
+        )
+
     def note(self, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
         """After a round that commits the first `lengths` ([bs] int64) of `tokens` ([bs, width] int64)."""
         if self.penalties is not None:
@@ -182,11 +234,10 @@ class Sampling:
         def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
             return None if value is None else value[at].repeat_interleave(width, dim=0)
 
-        names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
         custom = self._custom(part, at, on_host, width) if info.has_custom_logit_processor else {}
         return replace(
             info,
-            **{name: repeated(getattr(info, name)) for name in names},
+            **{name: repeated(getattr(info, name)) for name in _BY_REQUEST},
             **custom,
             grammars=grammars,
             vocab_mask=mask,

@@ -49,6 +49,10 @@ def choose(
     if sampling is None:
         tokens = likeliest(vocabulary, rows.hidden_states)
         return tokens.view(bs, width) if ragged is None else ragged.spread(tokens), None
+    if ragged is not None and sampling.alike:
+        at, owners = positions[ragged.source], ragged.source // width
+        drawn = agreed(sampling.draw_rows(sampler, rows.logits, at, owners))
+        return ragged.spread(drawn), LogitsProcessorOutput(next_token_logits=None)
     if ragged is not None:
         rows = rows.at(ragged.nearest)
     drawn, output = sampling.draw(sampler, rows.logits, positions, width, draft_tokens)
