@@ -64,7 +64,7 @@ def inflate(
     shards = _target_shards(small, inflation, places)
     _write(folders[0], large | _own_fields(small, inflation), shards, size.layers + 2)
     for file in sorted({file for pattern in COMPANIONS for file in target.glob(pattern)}):
-        shutil.copy(file, folders[0])
+        shutil.copyfile(file, folders[0] / file.name)
     if (tokenizer := folders[0] / "tokenizer.json").exists():
         widen_tokenizer(tokenizer, small.size.vocab, size.vocab, seed)
     for each, draft_size, folder in zip(small_drafters, draft_sizes, folders[1:], strict=True):

@@ -7,7 +7,7 @@ import random
 import string
 from pathlib import Path
 
-# What new tokens consist of, in how a byte-level vocabulary writes it: known tokens of words, or signs.
+# What new tokens consist of, as a byte-level vocabulary writes it: known tokens of words, or signs.
 _WORDS = frozenset(string.ascii_letters + string.digits + "Ġ")
 _SIGNS = sorted({*string.punctuation, "Ġ", "Ċ"})
 # Share of tokens of signs. One in a hundred tokens then has a quotation mark, as in Qwen3's vocabulary: these
@@ -20,7 +20,8 @@ def widen_tokenizer(file: Path, first: int, size: int, seed: int) -> None:
 
     Tokens without texts are special to xgrammar, which goes through such tokens one by one for each mask and
     each token that it accepts. Of 150,000 that is 50 times what the vocabulary of a large model costs. Nothing
-    merges to the new ones, so text is encoded as before. Tokenizers other than byte-level BPE stay as they are.
+    merges to the new ones, so text is encoded as before. Tokenizers that are not byte-level BPE, or that do not need
+    merges to encode a text that they know, stay as they are.
     """
     tokenizer = json.loads(file.read_text())
     model, decoder = tokenizer["model"], tokenizer["decoder"] or {}
