@@ -12,6 +12,7 @@ from benchmark.shapes import Shape, drafter_config, target_config
 from checkpoints.inflate.shards import write_shards
 from checkpoints.inflate.sizes import Places, Size, check_fit, place
 from checkpoints.inflate.small import Small, SmallDrafter, read_drafter, read_target
+from checkpoints.inflate.vocabulary import widen_tokenizer
 from checkpoints.inflate.weights import Filler, Inflation, Weights
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD
 from sglang_dflash.errors import DFlashError
@@ -63,7 +64,9 @@ def inflate(
     shards = _target_shards(small, inflation, places)
     _write(folders[0], large | _own_fields(small, inflation), shards, size.layers + 2)
     for file in sorted({file for pattern in COMPANIONS for file in target.glob(pattern)}):
-        shutil.copy(file, folders[0])
+        shutil.copyfile(file, folders[0] / file.name)
+    if (tokenizer := folders[0] / "tokenizer.json").exists():
+        widen_tokenizer(tokenizer, small.size.vocab, size.vocab, seed)
     for each, draft_size, folder in zip(small_drafters, draft_sizes, folders[1:], strict=True):
         inflation = Inflation(each.size, draft_size, fill)
         config = large_draft | _own_fields(each, inflation) | _draft_fields(each, taps)

@@ -139,7 +139,8 @@ class Sampling:
         drawn, whole = [], LogitsProcessorOutput(next_token_logits=None)
         for part in parts:
             at, rows = rows_of(part, 1, drafts.device), rows_of(part, width, drafts.device)
-            info, output = self.info_of(part, at, drafts[at], width), logits(rows)
+            # Logits first: the device makes them while the host fills masks.
+            output, info = logits(rows), self.info_of(part, at, drafts[at], width)
             not_finite = take_out(output.next_token_logits)
             info.apply_logits_bias(output.next_token_logits)
             tokens = sampler(

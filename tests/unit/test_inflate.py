@@ -223,7 +223,8 @@ def test_checkpoint(pairs: Callable, tmp_path: Path) -> None:
     for name in ("max_position_embeddings", "eos_token_id", "pad_token_id", "rope_theta"):
         assert raw[name] == small[name]
     assert raw["rms_norm_eps"] == small["rms_norm_eps"] / 4  # 1280 dimensions hold 5/4 × 256
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == 1024
+    for name in ("tokenizer_config.json", "generation_config.json"):
         assert (folder / name).read_bytes() == (TINY / "target" / name).read_bytes()
     config = load_config(str(folder.parent / "drafter"))
     check_target(config, SimpleNamespace(**raw), raw["vocab_size"])
