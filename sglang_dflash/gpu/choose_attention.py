@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
-from sglang_dflash.gpu.kernels.block_attention import FP8
+from sglang_dflash.gpu.kernels.over_keys import FP8
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 
 if TYPE_CHECKING:

@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.gpu.kernels.block_attention import (
-    FP8,
-    block_attention,
-    block_attention_reference,
-)
+from sglang_dflash.gpu.kernels.block_attention import block_attention, block_attention_reference
 from sglang_dflash.gpu.kernels.block_tiles import (
     LONG,
     MOST_PARTS,
@@ -31,6 +27,7 @@ from sglang_dflash.gpu.kernels.block_tiles import (
     choose_split,
     choose_tile,
 )
+from sglang_dflash.gpu.kernels.over_keys import FP8
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

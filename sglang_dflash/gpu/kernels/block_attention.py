@@ -8,35 +8,13 @@ can hold both.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from sglang_dflash.gpu.kernels.block_tiles import LONG, Split, Tile, choose_split, choose_tile
 from sglang_dflash.gpu.kernels.launch import device_of, starts_early
-
-# How K and V are stored, if not as floating-point numbers that Triton knows on every GPU.
-FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-
-@triton.jit
-def _numbers(x, FORMAT: tl.constexpr):
-    """What the pool stores, as numbers: bytes of FP8 become float16, which holds all that they mean.
-
-    By their bits, because not every GPU that Triton compiles for converts both formats.
-    """
-    if FORMAT == "e5m2":
-        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    elif FORMAT == "e4m3":
-        bits = x.to(tl.uint16)
-        sign, rest = (bits & 0x80) << 8, bits & 0x7F
-        # Its exponent counts from 7, that of float16 from 15.
-        value = (sign | (rest << 7)).to(tl.float16, bitcast=True) * 256.0
-        return tl.where(rest == 0x7F, float("nan"), value).to(tl.float16)
-    else:
-        return x
+from sglang_dflash.gpu.kernels.over_keys import key_arguments, over_keys
 
 
 @triton.jit
@@ -109,54 +87,43 @@ def _attend(
     begin = first + part * size
     end = tl.minimum(begin + size, length)
 
-    d, dv = tl.arange(0, DIM_POW2), tl.arange(0, V_DIM_POW2)
     inside = row < WIDTH * GROUP
     # Rows of a token lie side by side, as its heads do.
     head = (request * WIDTH + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
-    q_mask = inside[:, None] & (d < DIM)[None, :]
-    q = tl.load(q_ptr + head[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
-    position = length - WIDTH + row // GROUP
-
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        # A key without a value, which the first part has.
-        sink = tl.load(sinks_ptr + kv_head * GROUP + row % GROUP, mask=inside, other=0.0)
-        top = tl.where(part == 0, sink.to(tl.float32) * 1.4426950408889634, top)
-        total = tl.where(part == 0, 1.0, total)
-    y = tl.zeros([ROWS, V_DIM_POW2], tl.float32)
-    for at in tl.range(begin, end, KEYS, num_stages=STAGES):
-        key = at + tl.arange(0, KEYS)
-        there = key < end
-        table = page_table_ptr + request * page_table_stride + key // PAGE_SIZE
-        page = tl.load(table, mask=there, other=0).to(tl.int64)
-        slot = (page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + kv_head
-        k_mask, v_mask = there[None, :], there[:, None]
-        if DIM < DIM_POW2:
-            k_mask = k_mask & (d < DIM)[:, None]
-        if V_DIM < V_DIM_POW2:
-            v_mask = v_mask & (dv < V_DIM)[None, :]
-        k = tl.load(k_ptr + slot[None, :] * DIM + d[:, None], mask=k_mask, other=0)
-        s = tl.dot(q, _numbers(k, FORMAT).to(q.dtype), input_precision="ieee") * scale
-        if HAS_CAP:
-            s = cap * (2 * tl.sigmoid(s) - 1)  # tanh of half of it
-        seen = there[None, :]
-        if CAUSAL:
-            seen = seen & (key[None, :] <= position[:, None])
-        if WINDOW >= 0:
-            seen = seen & (key[None, :] + WINDOW >= position[:, None])
-        s = tl.where(seen, s, float("-inf"))
-
-        higher = tl.maximum(top, tl.max(s, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing
-        p, fade = tl.exp2(s - base[:, None]), tl.exp2(top - base)
-        total, top = total * fade + tl.sum(p, axis=1), higher
-        v = tl.load(v_ptr + slot[:, None] * V_DIM + dv[None, :], mask=v_mask, other=0)
-        v = _numbers(v, FORMAT).to(q.dtype)
-        y = tl.dot(p.to(q.dtype), v, y * fade[:, None], input_precision="ieee")
-
-    total = tl.where(total > 0, total, 1.0)
-    y = y * (v_scale / total)[:, None]
+    y, weight = over_keys(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        page_table_ptr + request * page_table_stride,
+        sinks_ptr,
+        scale,
+        cap,
+        v_scale,
+        row,
+        inside,
+        head,
+        length - WIDTH + row // GROUP,
+        kv_head,
+        part,
+        begin,
+        end,
+        KV_HEADS=KV_HEADS,
+        GROUP=GROUP,
+        DIM=DIM,
+        V_DIM=V_DIM,
+        DIM_POW2=DIM_POW2,
+        V_DIM_POW2=V_DIM_POW2,
+        PAGE_SIZE=PAGE_SIZE,
+        CAUSAL=CAUSAL,
+        WINDOW=WINDOW,
+        HAS_CAP=HAS_CAP,
+        HAS_SINKS=HAS_SINKS,
+        FORMAT=FORMAT,
+        ROWS=ROWS,
+        KEYS=KEYS,
+        STAGES=STAGES,
+    )
+    dv = tl.arange(0, V_DIM_POW2)
     mask = inside[:, None] & (dv < V_DIM)[None, :]
     if parts <= 1:
         out = out_ptr + head[:, None] * V_DIM + dv[None, :]
@@ -164,7 +131,7 @@ def _attend(
     else:
         own = ((request * KV_HEADS + kv_head) * most + part) * (WIDTH * GROUP) + row
         tl.store(parts_ptr + own[:, None] * V_DIM + dv[None, :], y, mask=mask)
-        tl.store(weights_ptr + own, top + tl.log2(total), mask=inside)
+        tl.store(weights_ptr + own, weight, mask=inside)
 
 
 @triton.jit(do_not_specialize=["fill"])
@@ -256,62 +223,50 @@ def block_attention(
     """
     requests, heads, (_, kv_heads, dim) = len(cache_lengths), q.shape[1], k_cache.shape
     v_dim, group, rows = v_cache.shape[2], heads // kv_heads, width * (heads // kv_heads)
-    device, log2e = device_of(q.device), 1 / math.log(2)
+    device = device_of(q.device)
     tile = tile or choose_tile(max(dim, v_dim), rows, q.itemsize, device.shared_memory)
     tiles, longest = triton.cdiv(rows, tile.rows) * kv_heads, page_table.shape[1] * page_size
     split = split or choose_split(requests * tiles, longest, device.multiprocessors)
-    common = dict(
-        WIDTH=width,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        V_DIM=v_dim,
-        V_DIM_POW2=triton.next_power_of_2(v_dim),
-        WINDOW=window,
-        KEYS=tile.keys,
-        LONGEST=LONG,
-        EARLY=starts_early(len(q)),
-        launch_pdl=starts_early(len(q)),
+    keys = key_arguments(
+        k_cache,
+        v_cache,
+        tile,
+        page_size=page_size,
+        scale=scale,
+        causal=causal,
+        window=window,
+        cap=cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+    own = dict(WIDTH=width, GROUP=group, LONGEST=LONG)
+    own |= dict(EARLY=starts_early(len(q)), launch_pdl=starts_early(len(q)))
     out = q.new_empty(len(q), heads, v_dim)
     each = (requests, kv_heads, split.most if split.most > 1 else 0, rows)
     parts = torch.empty(*each, v_dim, dtype=torch.float32, device=q.device)
     weights = torch.empty(each, dtype=torch.float32, device=q.device)
-    format = FP8.get(k_cache.dtype, "")
     _attend[(tiles, requests, split.most)](
-        q,
-        k_cache.view(torch.uint8) if format else k_cache,
-        v_cache.view(torch.uint8) if format else v_cache,
-        out,
-        parts,
-        weights,
-        page_table,
-        page_table.stride(0),
-        cache_lengths,
-        sinks,
-        scale * k_scale * (2 / cap if cap else log2e),
-        cap * log2e,
-        v_scale,
-        split.fill,
-        split.most,
-        DIM=dim,
-        DIM_POW2=triton.next_power_of_2(dim),
-        PAGE_SIZE=page_size,
-        CAUSAL=causal,
-        HAS_CAP=cap > 0,
-        HAS_SINKS=sinks is not None,
-        FORMAT=format,
-        ROWS=tile.rows,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        **common,
+        q_ptr=q,
+        out_ptr=out,
+        parts_ptr=parts,
+        weights_ptr=weights,
+        page_table_ptr=page_table,
+        page_table_stride=page_table.stride(0),
+        lengths_ptr=cache_lengths,
+        fill=split.fill,
+        most=split.most,
+        **keys,
+        **own,
     )
     if split.most > 1:
         # So many elements as 128 threads hold.
-        at_once = max(1, 8192 // (split.most * common["V_DIM_POW2"]))
+        dims = {name: keys[name] for name in ("KV_HEADS", "V_DIM", "V_DIM_POW2", "WINDOW", "KEYS")}
+        at_once = max(1, 8192 // (split.most * dims["V_DIM_POW2"]))
         at_once = min(at_once, triton.next_power_of_2(rows))
         grid = (triton.cdiv(rows, at_once), kv_heads, requests)
         given = (out, parts, weights, cache_lengths, split.fill)
-        _combine[grid](*given, MOST=split.most, ROWS=at_once, num_warps=4, **common)
+        _combine[grid](*given, MOST=split.most, ROWS=at_once, num_warps=4, **dims, **own)
     return out
 
 
