@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
@@ -29,7 +29,6 @@ class TritonBlockAttention(BlockAttention):
         causal: bool,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        scaled = layer.k_scale is not None and keys.itemsize == 1
         return block_attention(
             q,
             keys,
@@ -37,6 +36,21 @@ class TritonBlockAttention(BlockAttention):
             self.page_table,
             self.cache_lengths,
             width=self.width,
+            # Deterministic inference wants sums over keys in one order, whatever the batch.
+            split=WHOLE if is_batch_invariant_mode_enabled() else None,
+            **self.options(keys, layer, causal, sinks),
+        )
+
+    def options(
+        self,
+        keys: torch.Tensor,
+        layer: RadixAttention,
+        causal: bool,
+        sinks: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """What kernels want to know of a layer, by the names that they have for it."""
+        scaled = layer.k_scale is not None and keys.itemsize == 1
+        return dict(
             page_size=self.runner.page_size,
             scale=layer.scaling,
             causal=causal,
@@ -45,6 +59,4 @@ class TritonBlockAttention(BlockAttention):
             sinks=sinks,
             k_scale=layer.k_scale_float if scaled else 1.0,
             v_scale=layer.v_scale_float if scaled else 1.0,
-            # Deterministic inference wants sums over keys in one order, whatever the batch.
-            split=WHOLE if is_batch_invariant_mode_enabled() else None,
         )

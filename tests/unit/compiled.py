@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang_dflash.gpu.kernels import side_by_side, tile_plan
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
 from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
 from sglang_dflash.gpu.kernels.penalties import END, PRESENT, _count, _penalize
@@ -39,36 +40,35 @@ def compiled(kernel: Any, capability: int, constants: dict, types: dict[str, str
 
 
 def attention(capability: int, dtype: str, changes: dict[str, Any]) -> int:
-    """Compiles both launches; the shared memory of the larger."""
+    """Compiles the launches of blocks and of rows side by side; the shared memory of the largest."""
     options = dict(DIM=128, PAGE_SIZE=1, CAUSAL=True, WINDOW=-1, HAS_CAP=False, HAS_SINKS=False)
     options |= {"FORMAT": ""} | changes
     dim, early = options["DIM"], capability >= 90
     tile = choose_tile(dim, WIDTH * GROUP, ITEMSIZE[dtype], MEMORY[capability])
-    shared = dict(
-        WIDTH=WIDTH,
-        KV_HEADS=KV_HEADS,
-        GROUP=GROUP,
-        V_DIM=dim,
-        V_DIM_POW2=triton.next_power_of_2(dim),
-        WINDOW=options["WINDOW"],
-        KEYS=tile.keys,
-        LONGEST=LONG,
-        EARLY=early,
-    )
-    constants = shared | options
-    constants |= dict(ROWS=tile.rows, STAGES=tile.stages, DIM_POW2=triton.next_power_of_2(dim))
+    heads = dict(KV_HEADS=KV_HEADS, GROUP=GROUP, V_DIM=dim, V_DIM_POW2=triton.next_power_of_2(dim))
+    heads |= dict(WINDOW=options["WINDOW"], KEYS=tile.keys)
+    blocks = heads | dict(WIDTH=WIDTH, LONGEST=LONG, EARLY=early)
+    rest = options | dict(ROWS=tile.rows, STAGES=tile.stages, DIM_POW2=triton.next_power_of_2(dim))
     if not options["HAS_SINKS"]:
-        constants["sinks_ptr"] = None
+        rest["sinks_ptr"] = None
     numbers = "*u8" if options["FORMAT"] else f"*{dtype}"
     types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
     types |= dict.fromkeys(("k_ptr", "v_ptr"), numbers)
     types |= dict.fromkeys(("parts_ptr", "weights_ptr", "sinks_ptr"), "*fp32")
-    types |= dict.fromkeys(("page_table_ptr", "lengths_ptr"), "*i32")
+    types |= dict.fromkeys(("page_table_ptr", "lengths_ptr", "ends_ptr", "plan_ptr"), "*i32")
     types |= dict.fromkeys(("page_table_stride", "fill", "most"), "i32")
+    types |= dict.fromkeys(("requests", "room", "shortest"), "i32")
     types |= dict.fromkeys(("scale", "cap", "v_scale"), "fp32")
-    first = compiled(_attend, capability, constants, types, tile.warps)
-    second = compiled(_combine, capability, shared | dict(MOST=16, ROWS=2), types, 4)
-    return max(first.metadata.shared, second.metadata.shared)
+    combined = dict(CAUSAL=options["CAUSAL"], ROWS=tile.rows, COMBINED=16)
+    planned = dict(GROUP=GROUP, ROWS=tile.rows, KEYS=tile.keys, WHOLE=False)
+    made = [
+        compiled(_attend, capability, blocks | rest, types, tile.warps),
+        compiled(_combine, capability, blocks | dict(MOST=16, ROWS=2), types, 4),
+        compiled(tile_plan._plan, capability, planned | dict(REQUESTS=512, ENTRIES=16), types, 4),
+        compiled(side_by_side._attend, capability, heads | rest, types, tile.warps),
+        compiled(side_by_side._combine, capability, heads | combined, types, 4),
+    ]
+    return max(each.metadata.shared for each in made)
 
 
 def penalties(capability: int) -> int:
