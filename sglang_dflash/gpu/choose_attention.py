@@ -9,13 +9,18 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.kernels.over_keys import FP8
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 AUTO, FA3, TRITON, BACKEND = CHOICES = ("auto", "fa3", "triton", "backend")
+
+# What computes attention of blocks → what computes that of blocks and prompts in one pass.
+SIDE_BY_SIDE = {Fa3BlockAttention: Fa3SideBySide, TritonBlockAttention: TritonSideBySide}
 
 HOPPER = 9  # compute capability that FA3 is written for
 LARGEST_HEAD = 256  # of both
@@ -63,6 +68,21 @@ def choose(
         alike = kv_dtype not in FP8 or decode_backend == FA3
         asked = FA3 if alike and not why_not_fa3(capability, dtype, kv_dtype) else TRITON
     return Fa3BlockAttention if asked == FA3 else TritonBlockAttention
+
+
+def prompts_in_graphs(
+    attention: type[BlockAttention], prefill_backend: str, deterministic: bool
+) -> bool:
+    """Whether prompts run in graphs, where these have room for them.
+
+    A pass for which they have none runs with the release's backend. Which of both it is depends on who else is
+    served, so with deterministic inference both must be the same kernel, as FA3's are.
+
+    Args:
+        attention: of the target's blocks.
+        prefill_backend: with which the release runs prompts.
+    """
+    return not deterministic or (attention is Fa3BlockAttention and prefill_backend == FA3)
 
 
 def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:

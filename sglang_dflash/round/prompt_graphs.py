@@ -15,14 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_dflash.drafter.context_kv import write_context
-from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
-from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
+from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds
@@ -68,6 +68,7 @@ class PromptGraphs:
         """
         self.parts, self.body, self.pool = parts, rounds.body, rounds.pool
         self.runner, self.sizes = parts.target.runner, list(sizes)
+        self._attention = SIDE_BY_SIDE[rounds.attention.target]
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests)
         self._hidden: torch.Tensor | None = None
@@ -217,7 +218,7 @@ class PromptGraphs:
     def _target(self, key: Key) -> CapturedTarget:
         inputs = self.inputs
         keys = SHORT_TABLE if key.short else inputs.page_table.shape[1] * self.runner.page_size
-        attention = Fa3SideBySide(
+        attention = self._attention(
             self.runner,
             inputs.cache_lengths,
             inputs.table_of(keys),
@@ -257,9 +258,11 @@ def _verified(blocks: Drafted, target: TargetRows) -> Blocks:
 
 
 def capture_prompts(parts: Parts, rounds: RoundGraphs) -> PromptGraphs | None:
-    """Graphs of prompts, where attention of rows side by side is there: FA3's."""
-    most = parts.target.runner.server_args.piecewise_cuda_graph_max_tokens
+    """Graphs of prompts; None if the user wants none, or wants answers that they would change."""
+    args, deterministic = parts.target.runner.server_args, is_batch_invariant_mode_enabled()
+    prefill_backend, _ = args.get_attention_backends()
+    most = args.piecewise_cuda_graph_max_tokens
     sizes = row_sizes(rounds.sizes[-1] * rounds.widths[-1], most)
-    if rounds.attention.target is not Fa3BlockAttention or not sizes:
+    if not sizes or not prompts_in_graphs(rounds.attention.target, prefill_backend, deterministic):
         return None
     return PromptGraphs(parts, rounds, sizes)

@@ -1,6 +1,6 @@
 """A server that runs prompts in rounds on a CPU: `python -m tests.server.eager_passes --model-path …`.
 
-What a GPU replays from a CUDA graph is computed each time, with attention written out instead of FA3's kernel. All
+What a GPU replays from a CUDA graph is computed each time, with attention written out instead of a GPU's kernel. All
 else is what a GPU runs: who rides, what is put side by side, the target's pass over it, and what is made of it.
 """
 
@@ -19,8 +19,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import row_sizes
-from sglang_dflash.round import prompt_graphs
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.graphs import Attention, Proposed
 from sglang_dflash.round.opened import Round
@@ -33,7 +33,7 @@ from sglang_dflash.round.survival import Survival
 
 
 class SideBySideAttention(BlockAttention):
-    """What `Fa3SideBySide` computes: each request's rows over all of its keys, causal."""
+    """What `TritonSideBySide` and FA3's compute: each request's rows over all of its keys, causal."""
 
     name = "written out"
 
@@ -161,7 +161,7 @@ def run_scheduler(*arguments: Any, **more: Any) -> Any:
 
     from sglang_dflash.scheduler import base
 
-    base.capture, prompt_graphs.Fa3SideBySide = capture, SideBySideAttention
+    base.capture, SIDE_BY_SIDE[SideBySideAttention] = capture, SideBySideAttention
     return run_scheduler_process(*arguments, **more)
 
 

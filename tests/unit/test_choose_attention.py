@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.gpu.choose_attention import choose, why_not_fa3
+from sglang_dflash.gpu.choose_attention import (
+    SIDE_BY_SIDE,
+    choose,
+    prompts_in_graphs,
+    why_not_fa3,
+)
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 
@@ -41,6 +46,22 @@ def test_by_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, backend: str, expec
 def test_as_asked() -> None:
     assert choose("triton", HOPPER, BF16, BF16, "fa3") is TritonBlockAttention
     assert choose("fa3", HOPPER, BF16, E4M3, "flashinfer") is Fa3BlockAttention
+
+
+@pytest.mark.parametrize("asked", ["fa3", "triton"])
+def test_side_by_side(asked: str) -> None:
+    """Prompts ride with whatever computes attention of blocks, and are computed by the same."""
+    chosen = choose(asked, HOPPER, BF16, BF16, "fa3")
+    assert issubclass(SIDE_BY_SIDE[chosen], chosen)
+
+
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+@pytest.mark.parametrize("attention", [Fa3BlockAttention, TritonBlockAttention])
+def test_prompts_in_graphs(attention: type, backend: str) -> None:
+    """With deterministic inference only if prompts that no graph holds are computed alike."""
+    assert prompts_in_graphs(attention, backend, deterministic=False)
+    alike = (attention, backend) == (Fa3BlockAttention, "fa3")
+    assert prompts_in_graphs(attention, backend, deterministic=True) == alike
 
 
 @pytest.mark.parametrize(
