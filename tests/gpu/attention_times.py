@@ -1,12 +1,15 @@
 """Times of attention of blocks, FA3's and Triton's: `python -m tests.gpu.attention_times`.
 
 Microseconds of a layer, in a graph of eight with K/V of their own, for Qwen3-8B's heads and blocks of 16. With
-`--tiles 64,64,8,2 …` (rows, keys, warps, stages) Triton is timed with these, too, instead of its own table's.
+`--side-by-side` of passes over blocks and prompts. With `--tiles 64,64,8,2 …` (rows, keys, warps, stages) Triton is
+timed with these, too, instead of its own table's.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
 from sglang_dflash.gpu.kernels.block_tiles import TILES, Tile
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
@@ -50,19 +54,20 @@ class Blocks:
         self.runner = SimpleNamespace(
             page_size=page_size, tp_size=1, kv_cache_dtype=kv_dtype, model_config=config
         )
-        pages = -(-max(lengths) // page_size)
-        size = len(lengths) * pages * page_size
+        pages = [-(-length // page_size) for length in lengths]
+        size = sum(pages) * page_size
         self.pool = MHATokenToKVPool(
             size, page_size, kv_dtype, KV_HEADS, DIM, layers, "cuda", enable_memory_saver=False
         )
         for i in range(layers):
             for cache in self.pool.get_kv_buffer(i):
                 cache.copy_(torch.randn(cache.shape, device="cuda", dtype=torch.bfloat16))
-        table = 1 + torch.randperm(len(lengths) * pages, device="cuda").view(len(lengths), pages)
         self.page_table = torch.zeros(
             len(lengths), -(-longest // page_size), dtype=torch.int32, device="cuda"
         )
-        self.page_table[:, :pages] = table
+        order = 1 + torch.randperm(sum(pages), device="cuda").to(torch.int32)
+        for row, own in zip(self.page_table, order.split(pages), strict=True):
+            row[: len(own)] = own
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         kind = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
         self.layers = [
@@ -104,27 +109,70 @@ class Blocks:
         return begin.elapsed_time(end) * 1000 / replays / len(self.layers)
 
 
+class Passes(Blocks):
+    """Random queries of requests that have different numbers of them."""
+
+    def __init__(self, requests: list[tuple[int, int]], page_size: int = 1, layers: int = LAYERS):
+        """
+        Args:
+            requests: rows of each, and keys that its last row sees.
+        """
+        widths, lengths = zip(*requests, strict=True)
+        super().__init__(list(lengths), True, page_size, layers=layers)
+        ends = list(accumulate(widths, initial=0))
+        self.ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        self.q = torch.randn(ends[-1], HEADS * DIM, device="cuda", dtype=torch.bfloat16)
+
+    def attention(self, kind: type[BlockAttention]) -> BlockAttention:
+        given = (self.runner, self.lengths, self.page_table, self.ends, len(self.q))
+        return SIDE_BY_SIDE[kind](*given)
+
+
+# With as many requests as a server's graphs have room for, most of them without rows.
+SIDE_BY_SIDE_PASSES = {
+    "64 rows: 4 blocks, contexts of 1,000": [(16, 1000)] * 4,
+    "64 rows: 4 blocks, contexts of 30,000": [(16, 30_000)] * 4,
+    "256 rows: 8 blocks, contexts of 1,000, and a prompt": [(16, 1000)] * 8 + [(128, 128)],
+    "512 rows: 8 blocks, contexts of 400, and 4 prompts": [(16, 400)] * 8 + [(96, 96)] * 4,
+    "2,048 rows: 128 blocks, contexts of 400": [(16, 400)] * 128,
+    "2,048 rows: prompts": [(256, 256)] * 8,
+    "2,048 rows: a chunk behind 30,000": [(2048, 32_048)],
+}
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, Blocks]]:
+    """What is timed, and its name."""
+    if options.side_by_side:
+        for name, requests in SIDE_BY_SIDE_PASSES.items():
+            yield name, Passes(requests + [(0, 0)] * (96 - len(requests)), options.page_size)
+        return
+    for requests in options.requests:
+        for context in options.contexts:
+            lengths = [context + WIDTH] * requests
+            blocks = Blocks(lengths, not options.not_causal, options.page_size)
+            yield f"{requests} × {context}", blocks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[200, 1000, 4000])
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--not-causal", action="store_true")
+    parser.add_argument("--side-by-side", action="store_true")
     parser.add_argument("--tiles", nargs="+", default=[])
     options = parser.parse_args()
     tiles = [Tile(*map(int, tile.split(","))) for tile in options.tiles]
     own = TILES[DIM]
-    for requests in options.requests:
-        for context in options.contexts:
-            blocks = Blocks([context + WIDTH] * requests, not options.not_causal, options.page_size)
-            fa3 = blocks.microseconds(Fa3BlockAttention)
-            line = f"{requests} × {context}: fa3 {fa3:.1f} µs"
-            for tile in (None, *tiles):
-                TILES[DIM] = own if tile is None else (tile,)
-                triton = blocks.microseconds(TritonBlockAttention)
-                name = "" if tile is None else f" {','.join(map(str, tile))}"
-                line += f", triton{name} {triton:.1f} ({triton / fa3:.2f} ×)"
-            print(line, flush=True)
+    for name, blocks in cases(options):
+        fa3 = blocks.microseconds(Fa3BlockAttention)
+        line = f"{name}: fa3 {fa3:.1f} µs"
+        for tile in (None, *tiles):
+            TILES[DIM] = own if tile is None else (tile,)
+            triton = blocks.microseconds(TritonBlockAttention)
+            label = "" if tile is None else f" {','.join(map(str, tile))}"
+            line += f", triton{label} {triton:.1f} ({triton / fa3:.2f} ×)"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,30 @@ def test_triton_as_fa3(lengths: list[int], causal: bool, page_size: int) -> None
     torch.testing.assert_close(made, expected, atol=1e-2, rtol=0)
 
 
+# Rows of each request, and keys that its last row sees.
+MIXES = {
+    "blocks": [(16, 216), (16, 17), (16, 500), (16, 9000)],
+    "blocks and prompts": [(16, 40), (16, 3000)] * 10 + [(300, 2500), (0, 0), (1, 1), (67, 67)],
+    "a chunk": [(0, 0), (1500, 9000), (36, 36)],
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("mix", MIXES)
+def test_triton_as_fa3_side_by_side(mix: str, page_size: int) -> None:
+    from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+    from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+    from tests.gpu.attention_times import Passes
+
+    rows = Passes(MIXES[mix], page_size, layers=1)
+    made, expected = (
+        rows.run(rows.attention(kind)) for kind in (TritonBlockAttention, Fa3BlockAttention)
+    )
+    # Rows that see few keys have results of any size, which both round to bfloat16.
+    torch.testing.assert_close(made, expected, atol=1e-2, rtol=2**-7)
+
+
 # Arguments, and what computes attention of target and drafter.
 CASES = {
     "auto": ((), AUTO),

@@ -18,12 +18,16 @@ ARGUMENTS = (
 )
 
 
-@pytest.mark.parametrize(("page_size", "ranks"), [(1, 1), (16, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("page_size", "ranks", "attention"),
+    [(1, 1, "auto"), (16, 1, "auto"), (1, 2, "auto"), (16, 1, "triton")],
+)
 @pytest.mark.parametrize("worker", CHOSEN_WORKERS)
 def test_prompts_ride(
     worker: str,
     page_size: int,
     ranks: int,
+    attention: str,
     logs: Path,
     plain: Server,
     tokenizer,
@@ -32,11 +36,15 @@ def test_prompts_ride(
     """Of all lengths, with and without a prefix that is cached: all answer as plain decoding does."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    log, text = logs / f"prompts-{worker}-{page_size}-{ranks}.log", "".join(prompts[100:140])
+    log, text = (
+        logs / f"prompts-{worker}-{page_size}-{ranks}-{attention}.log",
+        "".join(prompts[100:140]),
+    )
     ids, riders = tokenizer.encode(text), prompts[90:94]
     asked = [ids[20 * i :][:length] for i, length in enumerate(LENGTHS)]
     asked += [[*asked[-1][:700], *ids[30 * i :][:20]] for i in range(4)]
     arguments = (*ARGUMENTS, "--page-size", str(page_size), "--tp-size", str(ranks))
+    arguments += ("--speculative-dflash-attention", attention)
     with running(log, *arguments, worker=worker) as server, ThreadPoolExecutor(16) as pool:
         assert "graphs of prompts" in log.read_text()
         with decoding(server, pool, riders, **RIDERS) as decoded:
