@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -13,12 +14,12 @@ _TIMES = 3  # of which the shortest counts
 
 
 def milliseconds(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """How long things of rising size take on the device, never less than a smaller one; the same on all ranks."""
+    """How long things take on the device, one after the other; the same on all ranks."""
     times = torch.tensor([_time(run) for run in runs], device="cuda")
     group = get_tp_group()
     if group.world_size > 1:
         times = group.all_reduce(times) / group.world_size
-    return times.cummax(dim=0).values.tolist()
+    return times.tolist()
 
 
 def _time(run: Callable[[], object]) -> float:
@@ -36,10 +37,16 @@ def _time(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Staircase:
-    """Times of sizes, and of all between them: what the next larger one takes."""
+    """Times of sizes, and of all between them: what the next larger one takes.
+
+    What was measured of a larger size counts for no less than that of a smaller one.
+    """
 
     sizes: Sequence[int]
     times: Sequence[float]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", list(accumulate(self.times, max)))
 
     def __str__(self) -> str:
         steps = zip(self.sizes, self.times, strict=True)

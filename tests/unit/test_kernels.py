@@ -152,7 +152,7 @@ def test_context_store(normed: bool) -> None:
     norms = torch.rand(layers, dim, device=DEVICE) if normed else None
     cos_sin = torch.randn(40, dim, device=DEVICE)
     positions = torch.randint(0, 40, (n,), device=DEVICE)
-    slots = torch.randperm(30, device=DEVICE)[:n]
+    slots = 1 + torch.randperm(29, device=DEVICE)[:n]  # 0 is nobody's
     caches = torch.zeros(2, layers, 30, kv_heads, dim, device=DEVICE)
     addresses = torch.tensor(
         [[layer.data_ptr() for layer in cache] for cache in caches], dtype=torch.uint64
