@@ -1,38 +1,62 @@
-"""What rounds take, measured when their graphs are captured."""
+"""What rounds take, measured when their graphs are captured, and remembered for the next start."""
 
 from __future__ import annotations
 
 import bisect
+import json
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from itertools import accumulate
+from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from sglang.srt.distributed import get_tp_group
 
+from sglang_dflash.gpu.tilings import cache_folder
+
+logger = logging.getLogger(__name__)
+
 _TIMES = 3  # of which the shortest counts
+_QUIET = 1.25  # times of one thing, the longest over the shortest, where nobody else uses the GPU
 
 
-def milliseconds(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """How long things take on the device, one after the other; the same on all ranks."""
-    times = torch.tensor([_time(run) for run in runs], device="cuda")
+@dataclass(frozen=True)
+class Times:
+    """
+    Attributes:
+        shortest: milliseconds of each thing, the same on all ranks.
+        quiet: whether those that were measured again took about as long.
+    """
+
+    shortest: list[float]
+    quiet: bool
+
+
+def milliseconds(runs: Sequence[Callable[[], object]]) -> Times:
+    """How long things take on the device, one after the other."""
+    measured = torch.tensor([_time(run) for run in runs], device="cuda")  # [runs, times]
     group = get_tp_group()
     if group.world_size > 1:
-        times = group.all_reduce(times) / group.world_size
-    return times.tolist()
+        measured = group.all_reduce(measured) / group.world_size
+    shortest, longest = measured.amin(dim=1), measured.amax(dim=1)
+    return Times(shortest.tolist(), bool(longest.sum() < _QUIET * shortest.sum()))
 
 
-def _time(run: Callable[[], object]) -> float:
+def _time(run: Callable[[], object]) -> list[float]:
     run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    shortest = float("inf")
+    found = []
     for _ in range(_TIMES):
         begin.record()
         run()
         end.record()
         end.synchronize()
-        shortest = min(shortest, begin.elapsed_time(end))
-    return shortest
+        found.append(begin.elapsed_time(end))
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,18 +100,69 @@ class Costs:
     ragged: Staircase
     head: Staircase
     context: float
-    sizes: Sequence[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", self.ragged.sizes)
 
     def as_dict(self) -> dict[str, dict[int, float] | float]:
-        """For `/server_info`, rounded to a microsecond."""
+        """For `/server_info` and the file, to a microsecond."""
+        found: dict[str, dict[int, float] | float] = {}
+        for field in fields(self)[:-1]:
+            table = getattr(self, field.name)
+            steps = zip(table.sizes, table.times, strict=True)
+            found[field.name] = {size: round(time, 3) for size, time in steps}
+        return found | {"context": round(self.context, 9)}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, dict[int, float] | float]) -> Costs:
+        """What `as_dict` gave."""
         tables = {
-            name: getattr(self, name) for name in ("draft", "whole", "plain", "ragged", "head")
+            field.name: Staircase(list(found[field.name]), list(found[field.name].values()))
+            for field in fields(cls)[:-1]
         }
-        found: dict[str, dict[int, float] | float] = {
-            name: {n: round(t, 3) for n, t in zip(table.sizes, table.times, strict=True)}
-            for name, table in tables.items()
-        }
-        return found | {"context_per_1000": round(1000 * self.context, 4)}
+        return cls(**tables, context=found["context"])
+
+
+_FILE = TypeAdapter(dict[str, dict[str, dict[int, float] | float]])
+
+
+def remembered(name: str, measure: Callable[[], tuple[Costs, bool]]) -> Costs:
+    """What rounds take: from the file if a start before has measured it, else measured and written there.
+
+    Args:
+        name: of all that it depends on.
+        measure: gives it, and whether it is worth keeping; all ranks run it together.
+    """
+    group, file = get_tp_group(), cache_folder() / "costs.json"
+    known = _read(file).get(name) if group.is_first_rank else None
+    if group.world_size > 1:
+        known = group.broadcast_object(known, src=0)
+    if known is not None:
+        logger.info("DFLASH takes what rounds take from %s; delete it to measure it again", file)
+        return Costs.from_dict(known)
+    costs, quiet = measure()
+    if not quiet:
+        logger.warning(
+            "DFLASH measured what rounds take while something else used the GPU, and does not keep it: rounds may "
+            "verify too many rows or too few until the next start."
+        )
+    elif group.is_first_rank:
+        _write(file, name, costs)
+    return costs
+
+
+def _read(file: Path) -> dict[str, dict[str, dict[int, float] | float]]:
+    try:
+        found = _FILE.validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return {}
+    names = {field.name for field in fields(Costs)}
+    return {name: costs for name, costs in found.items() if costs.keys() == names}
+
+
+def _write(file: Path, name: str, costs: Costs) -> None:
+    content = _read(file) | {name: costs.as_dict()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
+            json.dump(content, made, indent=1)
+        os.replace(made.name, file)
+    except OSError as reason:
+        logger.info("DFLASH does not keep what rounds take for the next start: %s", reason)

@@ -222,16 +222,17 @@ class RoundGraphs:
         if sampling is not None:
             drawn[rows_of(sampling.drawing, 1, drawn.device)] = 1
 
-    def times(self) -> dict[int, tuple[Staircase, Staircase]]:
-        """By width: what the first stage takes, and what the others do, by requests."""
-        measured = {}
+    def times(self) -> tuple[dict[int, tuple[Staircase, Staircase]], bool]:
+        """By width: what the first stage takes, and what the others do, by requests; and whether it was quiet."""
+        measured, quiet = {}, True
         for width in self.widths:
             graphs = [self._graphs[self._key(size, 0, width)] for size in self.sizes]
             # All share their memory: what a graph reads is only there right after the one before it in its round.
             parts = [part for each in graphs for part in (each.propose.replay, each.replay_rest)]
             times = milliseconds(parts)
-            measured[width] = Staircase(self.sizes, times[::2]), Staircase(self.sizes, times[1::2])
-        return measured
+            found = (Staircase(self.sizes, times.shortest[i::2]) for i in (0, 1))
+            measured[width], quiet = tuple(found), quiet and times.quiet
+        return measured, quiet
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""

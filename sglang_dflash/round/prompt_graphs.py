@@ -76,7 +76,7 @@ class PromptGraphs:
         self._last: TargetRows | None = None
         self._graphs: dict[Key, Captured] = {}
         self._capture_all()
-        self.passes = self._measure(self._replay)
+        self.passes, self._quiet = self._measure(self._replay)
         logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
 
     def holds(self, rows: int, requests: int) -> bool:
@@ -157,9 +157,10 @@ class PromptGraphs:
         rows = max(self.sizes[within - 1] - block_rows, backlog // PATIENCE)
         return min(rows, self.sizes[-1] - block_rows)
 
-    def costs(self, rounds: RoundGraphs) -> Costs:
-        """What rounds take that verify some rows or all."""
-        times = rounds.times()
+    def costs(self, rounds: RoundGraphs) -> tuple[Costs, bool]:
+        """What rounds take that verify some rows or all, and whether nobody else used the GPU meanwhile."""
+        times, quiet = rounds.times()
+        head, quiet_head = self._measure(self._choose)
         draft, whole = times[rounds.widths[-1]]
         opened, rest = times[rounds.widths[0]]
         plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
@@ -167,14 +168,15 @@ class PromptGraphs:
         weights = sum(p.numel() * p.itemsize for p in self.runner.model.parameters())
         pool = self.runner.token_to_kv_pool
         key_bytes = pool_bytes(pool) / (pool.size + pool.page_size)
-        return Costs(
+        costs = Costs(
             draft=draft,
             whole=whole,
             plain=Staircase(opened.sizes, plain),
             ragged=self.passes,
-            head=self._measure(self._choose),
+            head=head,
             context=key_bytes * self.passes.times[0] / weights,
         )
+        return costs, quiet and quiet_head and self._quiet
 
     def _key(self, size: int, longest: int) -> Key:
         short = Key(size, longest <= SHORT_TABLE)
@@ -240,9 +242,10 @@ class PromptGraphs:
         hidden = self._hidden[: key.rows].copy_(rows.hidden_states)
         return replace(rows, hidden_states=hidden, taps=None)
 
-    def _measure(self, run: Callable[[int], object]) -> Staircase:
-        """What is done with rows of each size."""
-        return Staircase(self.sizes, milliseconds([partial(run, size) for size in self.sizes]))
+    def _measure(self, run: Callable[[int], object]) -> tuple[Staircase, bool]:
+        """What is done with rows of each size, and whether it was quiet."""
+        times = milliseconds([partial(run, size) for size in self.sizes])
+        return Staircase(self.sizes, times.shortest), times.quiet
 
     def _replay(self, size: int) -> None:
         self.inputs.clear(size)

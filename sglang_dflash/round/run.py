@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
+from sglang_dflash import __version__
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
+from sglang_dflash.round.costs import Costs, remembered
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.ragged import Ragged
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.round.costs import Costs
     from sglang_dflash.round.graphs import Proposed, RoundGraphs
     from sglang_dflash.round.prompt_graphs import PromptGraphs
 
@@ -81,7 +83,23 @@ class RoundRunner:
         """What rounds take, where the number of their rows is to be chosen."""
         if self.survival is None or self.prompt_graphs is None:
             return None
-        return self.prompt_graphs.costs(self.graphs)
+        return remembered(self._name(), partial(self.prompt_graphs.costs, self.graphs))
+
+    def _name(self) -> str:
+        """Of all that decides what rounds take."""
+        graphs, target = self.graphs, self.parts.target.runner
+        models = (target.model, self.parts.draft.runner.model)
+        weights = [sum(p.numel() * p.itemsize for p in model.parameters()) for model in models]
+        return ", ".join(
+            (
+                f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'} x{target.tp_size}",
+                f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
+                f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
+                f"attention {self.attention['target']} and {self.attention['drafter']}",
+                f"blocks of {graphs.widths[-1]}, requests {graphs.sizes}, rows {self.prompt_graphs.sizes}",
+                f"sglang-dflash {__version__}, torch {torch.__version__}",
+            )
+        )
 
     def run(
         self,

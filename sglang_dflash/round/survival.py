@@ -100,6 +100,9 @@ class Survival:
         total = self._fresh[0].sum(dim=(1, 2), keepdim=True)
         kept = (1 - total / _WINDOW).clamp(_FASTEST, _SLOWEST).where(total > 0, 1.0)
         tried, survived = self._counts.mul_(kept).add_(self._fresh)
-        pooled = survived.sum(1, keepdim=True) + _GUESS * self._guess
-        pooled = pooled / (tried.sum(1, keepdim=True) + _GUESS)
+        tried_at, survived_at = tried.sum(1, keepdim=True), survived.sum(1, keepdim=True)
+        # A margin that was hardly seen is no better than the others turned out to be.
+        hoped = (tried_at * self._guess).sum(2, keepdim=True) + _GUESS
+        guess = self._guess * ((survived_at.sum(2, keepdim=True) + _GUESS) / hoped).clamp(max=1.0)
+        pooled = (survived_at + _GUESS * guess) / (tried_at + _GUESS)
         torch.div(survived + _POOLED * pooled, tried + _POOLED, out=self.rates)

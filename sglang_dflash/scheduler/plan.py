@@ -8,10 +8,13 @@ the same results and the same times, so they decide alike.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
+import time
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,6 +35,9 @@ RANDOM_ROWS = "SGLANG_DFLASH_RANDOM_ROWS"
 _WORTH = 1.01
 # Rounds without drafts after which one drafts, to see whether it pays again: at first, and at most.
 _SOON, _LATE = 8, 64
+# Blocks from which is concluded what the next ones are worth: one alone may be a bad one.
+_ENOUGH = 64
+_SECONDS = 60.0  # after which the log says it again that nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -108,46 +114,69 @@ class BestRows(WholeBlocks):
     def __init__(self, width: int, costs: Costs):
         super().__init__(width)
         self._width, self._costs = width, costs
+        self._seen: deque[np.ndarray] = deque()  # chances of the last rounds
         self._requests, self._gains, self._at = 0, np.zeros(1), np.zeros(1)
-        self._without, self._patience = 0, _SOON
+        self._without, self._patience, self._said = 0, _SOON, -math.inf
+        self._choices: dict[tuple[int, int], _Choices] = {}
 
     def note(self, chances: torch.Tensor) -> None:
-        best = np.sort(chances.numpy(), axis=None)[::-1]
-        self._requests, self._gains = len(chances), np.concatenate([[0.0], best.cumsum()])
+        self._seen.append(chances.numpy())
+        requests = sum(map(len, self._seen))
+        while requests - len(self._seen[0]) >= _ENOUGH:
+            requests -= len(self._seen.popleft())
+        best = np.sort(np.concatenate(self._seen), axis=None)[::-1]
+        self._requests, self._gains = requests, np.concatenate([[0.0], best.cumsum()])
         self._at = np.arange(len(self._gains))
 
     def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
-        plans = self._plans(requests, prompt_rows)
-        if not self._requests or len(plans) == 1:
-            return plans[0]
-        tokens = self._tokens(requests, [plan.rows(requests) for plan in plans])
-        times = np.array([self._time(plan, requests, prompt_rows) for plan in plans])
-        rates = tokens / (times + self._costs.context * keys)
+        choices = self._choices_of(requests, prompt_rows)
+        if not self._requests:
+            return choices.plans[0]
+        scale = requests / self._requests
+        drafts = np.interp((choices.rows - requests) / scale, self._at, self._gains)
+        rates = (requests + scale * drafts) / (choices.times + self._costs.context * keys)
         best = int(rates.argmax())
-        pays = rates[best] > _WORTH * rates[0] or plans[0].total is not None
-        return plans[best if pays else 0]
+        pays = rates[best] > _WORTH * rates[0] or choices.plans[0].total is not None
+        return choices.plans[best if pays else 0]
 
     def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         plan = self.plan(requests, keys, prompt_rows)
         if plan.reason != PLAIN:
             self._without, self._patience = 0, _SOON
             return plan
-        if not self._without and self._patience == _SOON:
-            logger.info(
-                "DFLASH decodes plainly: at %d requests, drafts do not pay at present.", requests
-            )
+        self._say(requests)
         self._without += 1
         if self._without < self._patience:
             return plan
         self._without, self._patience = 0, min(2 * self._patience, _LATE)
-        tries = [p for p in self._plans(requests, prompt_rows) if p.width > 1]
+        self._seen.clear()  # what this one finds counts, not what was before
+        tries = [p for p in self._choices_of(requests, prompt_rows).plans if p.width > 1]
         few = [p for p in tries if p.rows(requests) >= 2 * requests] or tries
         least = min(few, key=lambda p: p.rows(requests), default=plan)
         return Plan(least.width, least.total, PROBE)
 
+    def _say(self, requests: int) -> None:
+        now = time.monotonic()
+        if now - self._said >= _SECONDS:
+            logger.info(
+                "DFLASH decodes plainly: at %d requests, drafts do not pay at present.", requests
+            )
+            self._said = now
+
+    def _choices_of(self, requests: int, prompt_rows: int) -> _Choices:
+        """All that a round can be, whole blocks first if they fit beside the prompts."""
+        at = requests, prompt_rows
+        if at not in self._choices:
+            if len(self._choices) > 10_000:
+                self._choices.clear()
+            plans = self._plans(*at)
+            rows = np.array([plan.rows(requests) for plan in plans])
+            times = np.array([self._time(plan, *at) for plan in plans])
+            self._choices[at] = _Choices(plans, rows, times)
+        return self._choices[at]
+
     def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
-        """All that a round can be, the whole first if it fits beside the prompts."""
-        whole, sizes = requests * self._width, self._costs.sizes
+        whole, sizes = requests * self._width, self._costs.ragged.sizes
         plans = []
         if not prompt_rows or whole + prompt_rows <= sizes[-1]:
             plans.append(self._plan)
@@ -157,12 +186,6 @@ class BestRows(WholeBlocks):
         plans.append(Plan(1, reason=PLAIN))
         return plans
 
-    def _tokens(self, requests: int, rows: list[int]) -> np.ndarray:
-        """That rounds of so many rows are expected to commit."""
-        scale = requests / self._requests
-        drafts = (np.array(rows) - requests) / scale
-        return requests + scale * np.interp(drafts, self._at, self._gains)
-
     def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
         """Milliseconds of a round, contexts aside."""
         costs, rows = self._costs, plan.rows(requests)
@@ -170,6 +193,14 @@ class BestRows(WholeBlocks):
         if plan.total is None and not prompt_rows:
             return draft + (costs.whole if plan.width > 1 else costs.plain).at(requests)
         return draft + costs.ragged.at(rows + prompt_rows) + costs.head.at(rows)
+
+
+class _Choices(NamedTuple):
+    """What a round can be, how many rows it then verifies, and its milliseconds."""
+
+    plans: list[Plan]
+    rows: np.ndarray
+    times: np.ndarray
 
 
 def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:

@@ -109,14 +109,15 @@ class EagerRounds:
             parts.state, rows, bounds, width, parts.req_to_token, parts.context_len, cut=True
         )
 
-    def times(self) -> dict[int, tuple[Staircase, Staircase]]:
+    def times(self) -> tuple[dict[int, tuple[Staircase, Staircase]], bool]:
         """Every row costs as much, and drafts next to nothing."""
         sizes = list(range(1, self.sizes[-1] + 1))
         first = Staircase(sizes, [0.1] * len(sizes))
-        return {
+        times = {
             width: (first, Staircase(sizes, [float(n * width) for n in sizes]))
             for width in self.widths
         }
+        return times, True
 
 
 class EagerPass:
@@ -136,9 +137,9 @@ class EagerPasses(PromptGraphs):
     def _capture_all(self) -> None:
         self._graphs = {key: EagerPass(self, key) for key in self._keys()}
 
-    def _measure(self, run: Callable[[int], object]) -> Staircase:
+    def _measure(self, run: Callable[[int], object]) -> tuple[Staircase, bool]:
         """A pass takes as long as it has rows."""
-        return Staircase(self.sizes, list(map(float, self.sizes)))
+        return Staircase(self.sizes, list(map(float, self.sizes))), True
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:

@@ -28,7 +28,7 @@ def costs(per_row: float, base: float = 5.0, draft: float = 0.5) -> Costs:
     )
 
 
-def chances(rate: float, requests: int = 16) -> torch.Tensor:
+def chances(rate: float, requests: int = 64) -> torch.Tensor:
     return torch.full((requests, WIDTH - 1), rate).cumprod(dim=1)
 
 
@@ -104,3 +104,26 @@ def test_whole_blocks_are_left_for_something_better_only() -> None:
     plans = BestRows(WIDTH, costs(1e-5))
     plans.note(chances(0.9))
     assert plans.next(8).reason == WHOLE
+
+
+def test_one_bad_block_is_no_reason() -> None:
+    """A request that is alone is judged by more than its last block."""
+    plans = BestRows(WIDTH, costs(0.0))
+    for number in range(300):
+        plans.note(chances(0.02 if number % 7 == 6 else 0.9, requests=1))
+        assert plans.next(1).reason == WHOLE
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+def test_drafts_that_pay_again(requests: int) -> None:
+    """The first probe that finds it is enough."""
+    plans = BestRows(WIDTH, costs(0.02))
+    for _ in range(100):
+        plans.note(chances(0.0, requests))
+        plans.next(requests)
+    rounds = 0
+    while plans.next(requests).reason == PLAIN:
+        rounds += 1
+    assert rounds <= 64
+    plans.note(chances(0.9, requests))
+    assert plans.next(requests).width == WIDTH

@@ -99,6 +99,17 @@ def test_surer_drafts_survive_sooner_at_first() -> None:
     assert torch.isfinite(estimate.chances).all()
 
 
+def test_a_drafter_that_is_never_right() -> None:
+    """Nothing is expected of margins either that were hardly ever seen."""
+    torch.manual_seed(0)
+    survival, kinds = Survival(5, "cpu"), torch.zeros(4, dtype=torch.int64)
+    for _ in range(60):
+        margins = 0.5 * torch.rand(4, 5)
+        survival.learn(survival.estimate(margins, kinds).cells, 2, torch.ones(4).long())
+    sure = survival.estimate(torch.full((4, 5), 9.0), kinds)
+    assert sure.chances.max() < 0.2 and survival.estimate(margins, kinds).chances.max() < 0.1
+
+
 def test_all_orders_give_the_same() -> None:
     """Ranks must agree: what is counted does not depend on the order in which it is added up."""
     torch.manual_seed(0)

@@ -129,7 +129,11 @@ def _update(
     tl.store(fresh_ptr + at, zero, mask=inside)
     tl.store(fresh_ptr + size + at, zero, mask=inside)
     guess = tl.load(guess_ptr + tl.arange(0, BINS))
-    pooled = (tl.sum(survived, axis=0) + GUESS * guess) / (tl.sum(tried, axis=0) + GUESS)
+    tried_at, survived_at = tl.sum(tried, axis=0), tl.sum(survived, axis=0)
+    # A margin that was hardly seen is no better than the others turned out to be.
+    hoped = tl.sum(tried_at * guess, axis=0) + GUESS
+    guess *= tl.minimum((tl.sum(survived_at, axis=0) + GUESS) / hoped, 1.0)
+    pooled = (survived_at + GUESS * guess) / (tried_at + GUESS)
     rate = (survived + POOLED * pooled[None, :]) / (tried + POOLED)
     tl.store(rates_ptr + at, rate, mask=inside)
 

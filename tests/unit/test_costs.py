@@ -1,0 +1,66 @@
+"""What rounds take is measured once for a machine and a pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.round.costs import Costs, Staircase, remembered
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def costs(base: float = 1.0) -> Costs:
+    return Costs(
+        **{
+            name: Staircase([1, 8, 64], [base, base + 0.25, base + 1])
+            for name in ("draft", "whole", "plain", "ragged", "head")
+        },
+        context=1e-6,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sglang_dflash" / "costs.json"
+
+
+def test_staircase() -> None:
+    """Never less than what fewer take; between two sizes what the larger takes."""
+    stairs = Staircase([64, 128, 256], [5.0, 4.5, 8.0])
+    assert [stairs.at(n) for n in (1, 64, 65, 128, 200, 256, 512)] == [5, 5, 5, 5, 8, 8, 16]
+    assert str(stairs) == "64: 5.00, 128: 5.00, 256: 8.00 ms"
+
+
+def test_measured_once(file: Path) -> None:
+    assert remembered("this pair", lambda: (costs(), True)) == costs()
+    assert remembered("that pair", lambda: (costs(2.0), True)) == costs(2.0)
+
+    def again() -> tuple[Costs, bool]:
+        raise AssertionError("measured again")
+
+    assert remembered("this pair", again) == costs()
+    assert remembered("that pair", again) == costs(2.0)
+    assert json.loads(file.read_text()).keys() == {"this pair", "that pair"}
+
+
+def test_what_was_disturbed_is_not_kept(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert remembered("this pair", lambda: (costs(9.0), False)) == costs(9.0)
+    assert "something else used the GPU" in caplog.text and not file.exists()
+    assert remembered("this pair", lambda: (costs(), True)) == costs()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"this pair": {"draft": {"1": 2.0}}}'])
+def test_a_file_that_is_broken(file: Path, content: str) -> None:
+    file.parent.mkdir()
+    file.write_text(content)
+    assert remembered("this pair", lambda: (costs(), True)) == costs()
+    assert remembered("this pair", lambda: (costs(3.0), True)) == costs()
+
+
+def test_nowhere_to_write(file: Path) -> None:
+    file.parent.write_text("a file where a folder would be")
+    assert remembered("this pair", lambda: (costs(), True)) == costs()
