@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dflash import __version__
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
@@ -97,7 +97,7 @@ class RoundRunner:
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
                 f"attention {self.attention['target']} and {self.attention['drafter']}",
                 f"blocks of {graphs.widths[-1]}, requests {graphs.sizes}, rows {self.prompt_graphs.sizes}",
-                f"sglang-dflash {__version__}, torch {torch.__version__}",
+                f"sglang-dflash {_version()}, torch {torch.__version__}",
             )
         )
 
@@ -184,6 +184,13 @@ class RoundRunner:
         verified[:, 0] = rows
         expected = OnItsWay(torch.cat([estimate.chances, verified], dim=1))
         return RoundResult(accepted, output, expected=expected)
+
+
+def _version() -> str:
+    try:
+        return version("sglang-dflash")
+    except PackageNotFoundError:
+        return "from its sources"
 
 
 def _drafted(proposed: Proposed, start_bounds: torch.Tensor, total: int | None) -> Drafted:
