@@ -31,6 +31,7 @@ from sglang_dflash.round.propose import propose
 from sglang_dflash.round.run import AUTO, RoundRunner
 from sglang_dflash.round.stages import accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Survival
+from sglang_dflash.round.target import TargetRows
 
 
 class SideBySideAttention(BlockAttention):
@@ -135,6 +136,11 @@ class EagerPass:
 
 
 class EagerPasses(PromptGraphs):
+    def _pass(self, *of: Any) -> TargetRows:
+        """On a GPU hidden states that requests ask for are copied to the host before the next pass begins."""
+        self._hidden = torch.empty_like(self._hidden)
+        return super()._pass(*of)
+
     def _capture_all(self) -> None:
         self._graphs = {key: EagerPass(self, key) for key in self._keys()}
 

@@ -9,8 +9,11 @@ import pytest
 
 from tests.server import harness
 from tests.server.checks import accept_length, assert_same, counted
+from tests.server.conftest import COMMON, VARIANTS
+from tests.server.features import GREEDY, Prompt, comparable
 from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_long, running
 from tests.server.riders import RIDERS, SHORT, decoding, ran
+from tests.server.test_features import answers, assert_equal
 
 LAUNCHER = ("tests.server.eager_passes",) if DEVICE == "cpu" else harness.LAUNCHER
 ARGUMENTS = (
@@ -32,13 +35,13 @@ def test_random_rows(worker: str, logs: Path, plain: Server, prompts: list[str])
     log, asked = logs / f"rows-{worker}.log", prompts[:40]
     with running(log, *ARGUMENTS, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
         before = counted(server)
-        answers = server.generate_all(asked, concurrency=8)
-        for answer, expected, prompt in zip(answers, plain.references(asked), asked, strict=True):
+        answered = server.generate_all(asked, concurrency=8)
+        for answer, expected, prompt in zip(answered, plain.references(asked), asked, strict=True):
             assert_same(answer, expected, plain, prompt)
         moved = counted(server) - before
         plans = of(moved, "planned_rounds_total")
         assert plans.keys() == {"whole", "ragged", "plain"} and min(plans.values()) > 5
-        assert 1.5 < accept_length(answers) < 6.5
+        assert 1.5 < accept_length(answered) < 6.5
         assert ran(server)["in_rounds"] > 0
         server.check_idle()
 
@@ -78,9 +81,9 @@ def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -
     with running(log, *ARGUMENTS, worker=worker, launcher=LAUNCHER) as server:
         warm = server.generate_all(prompts[50:80], concurrency=16)
         before = counted(server)
-        answers = server.generate_all(asked, concurrency=16)
+        answered = server.generate_all(asked, concurrency=16)
         moved = counted(server) - before
-        for answer, expected, prompt in zip(answers, plain.references(asked), asked, strict=True):
+        for answer, expected, prompt in zip(answered, plain.references(asked), asked, strict=True):
             assert_same(answer, expected, plain, prompt)
         costs = server.info()["dflash_costs"]
         assert costs["ragged"]["64"] > 0 and costs["plain"].keys() == costs["whole"].keys()
@@ -96,5 +99,23 @@ def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -
                 for name in ("tried", "survived", "expected")
             )
             assert tried > 500 and survived / tried == pytest.approx(expected / tried, abs=0.08)
-        assert accept_length(answers + warm) > 2.5
+        assert accept_length(answered + warm) > 2.5
+        server.check_idle()
+
+
+@pytest.mark.parametrize("worker", in_long(*CHOSEN_WORKERS))
+def test_every_feature(
+    worker: str, logs: Path, plain: Server, problems: list[dict], prompts: list[str], tokenizer
+) -> None:
+    """Each kind of request that `docs/features.md` has, while rounds verify random numbers of rows."""
+    asked = [
+        Prompt(problem["question"], text, tokenizer.encode(text))
+        for problem, text in zip(problems, prompts, strict=True)
+    ][200:205]
+    log, arguments = logs / f"rows-features-{worker}.log", (*COMMON, *VARIANTS["page1"], *ARGUMENTS)
+    with running(log, *arguments, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
+        for feature in GREEDY:
+            got, expected = answers(server, feature, asked), answers(plain, feature, asked)
+            for mine, its in zip(got, expected, strict=True):
+                assert_equal(comparable(mine), comparable(its), feature.name)
         server.check_idle()
