@@ -21,6 +21,8 @@ ARGUMENTS = (
     *("--reasoning-parser", "qwen3", "--piecewise-cuda-graph-max-tokens", "320"),
 )
 RANDOM = {"SGLANG_DFLASH_RANDOM_ROWS": "1"}
+CASES = [(worker, page) for worker in CHOSEN_WORKERS for page in ("1", "16")]
+CASES.remove((CHOSEN_WORKERS[-1], "1"))
 WORKERS = [CHOSEN_WORKERS[-1], *in_long(*CHOSEN_WORKERS[:-1])]
 
 
@@ -29,11 +31,17 @@ def of(moved, name: str) -> dict[str, float]:
     return {label: n for (each, label), n in moved.items() if each == name}
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-def test_random_rows(worker: str, logs: Path, plain: Server, prompts: list[str]) -> None:
-    """Of whole blocks, of some rows, of bonus tokens alone; with prompts beside them and without."""
-    log, asked = logs / f"rows-{worker}.log", prompts[:40]
-    with running(log, *ARGUMENTS, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
+@pytest.mark.parametrize("case", [(CHOSEN_WORKERS[-1], "1"), *in_long(*CASES)], ids="-".join)
+def test_random_rows(case: tuple[str, str], logs: Path, plain: Server, prompts: list[str]) -> None:
+    """Of whole blocks, of some rows, of bonus tokens alone; with prompts beside them and without.
+
+    With pages the drafter also sees a part of the context alone.
+    """
+    (worker, page_size), asked = case, prompts[:40]
+    log, arguments = logs / f"rows-{worker}-{page_size}.log", [*ARGUMENTS, "--page-size", page_size]
+    if page_size != "1":
+        arguments += ["--speculative-dflash-draft-window-size", "64"]
+    with running(log, *arguments, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
         before = counted(server)
         answered = server.generate_all(asked, concurrency=8)
         for answer, expected, prompt in zip(answered, plain.references(asked), asked, strict=True):
