@@ -19,12 +19,11 @@ from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, RoundResult, capture
-from sglang_dflash.scheduler.plan import planner
+from sglang_dflash.scheduler.plan import planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
 from sglang_dflash.scheduler.riding import Riding
 from sglang_dflash.scheduler.watch import watch_of
-from sglang_dflash.scheduler.width import widths
 from sglang_dflash.serving.acceptance_watch import AcceptanceWatch
 from sglang_dflash.serving.admission import bound_requests
 from sglang_dflash.serving.memory import pool_bytes, report_memory

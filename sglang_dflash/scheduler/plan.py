@@ -20,6 +20,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.round.costs import Costs
 
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 # Why a round has the rows that it has.
 WHOLE, RAGGED, PLAIN, PROBE = "whole", "ragged", "plain", "probe"
 
-# Tests set it: each round then has some number of rows.
-RANDOM_ROWS = "SGLANG_DFLASH_RANDOM_ROWS"
+# Tests set them: each round then has some number of rows, or blocks of a width of a list such as 4,9,16.
+RANDOM_ROWS, RANDOM_WIDTHS = "SGLANG_DFLASH_RANDOM_ROWS", "SGLANG_DFLASH_RANDOM_WIDTHS"
 
 # Whole blocks are verified unless something else promises so much more.
 _WORTH = 1.01
@@ -38,6 +39,13 @@ _SOON, _LATE = 8, 64
 # Blocks from which is concluded what the next ones are worth: one alone may be a bad one.
 _ENOUGH = 64
 _SECONDS = 60.0  # after which the log says it again that nothing is drafted
+
+
+def widths(args: ServerArgs) -> list[int]:
+    """Widths that blocks may have, none above the block size; slots are reserved for the widest."""
+    block_size = args.speculative_num_draft_tokens
+    named = os.environ.get(RANDOM_WIDTHS)
+    return [min(int(width), block_size) for width in named.split(",")] if named else [block_size]
 
 
 @dataclass(frozen=True)
