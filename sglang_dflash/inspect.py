@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import check_weights
-from sglang_dflash.checkpoint.load import check_target, load_config
+from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.checkpoint.target_class import check_model
 from sglang_dflash.errors import DFlashError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 RUNS, REFUSED, MISFIT = 0, 1, 3  # 2 is argparse's
 
@@ -32,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if target is None:
         return RUNS
     try:
-        check_target(config, target, target.vocab_size)
+        check_model(config, target, args.target, "--target")
     except DFlashError as error:
         print(f"{'fits the target':<16} no")
         print(f"error: {error}", file=sys.stderr)
@@ -113,16 +117,17 @@ def _kv_bytes(c: DraftConfig) -> str:
     return text
 
 
-def _target_config(path: str) -> Any:
-    """The text config of a target, read without running code that comes with it."""
-    from transformers import AutoConfig
+def _target_config(path: str) -> ModelConfig:
+    """What the server knows of a target before it is loaded, read without running code that comes with it."""
+    from sglang.srt.configs.model_config import ModelConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        # A pool of their own for layers with a window is refused, but can be switched off.
+        return ModelConfig(path, trust_remote_code=False, disable_hybrid_swa_memory=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DFlashError(
-            f"--target {path} has no config that transformers can read ({reason}): give the target's folder or "
+            f"--target {path} has no config that SGLang can read ({reason}): give the target's folder or "
             "Hugging Face id."
         ) from error
 

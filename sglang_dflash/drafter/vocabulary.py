@@ -22,14 +22,16 @@ class BorrowedVocabulary:
         embedding: nn.Module | None = None,
         head: nn.Module | None = None,
         fp32: bool = False,
+        scale: float | None = None,
     ):
         """
         Args:
             fp32: whether logits are float32 products, as plain decoding's are with --enable-fp32-lm-head.
+            scale: of plain decoding's logits, which it rounds to the same number more often than without.
         """
-        self._fp32 = fp32
+        self._fp32, self._logit_scale = fp32, scale
         self.embedding = embedding_of(target) if embedding is None else embedding
-        head = getattr(target, "lm_head", None) if head is None else head
+        head = head_of(target) if head is None else head
         if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
             raise DFlashError(
                 f"The target {type(target).__name__} has no LM head that a DFlash drafter can share: use a target "
@@ -41,9 +43,11 @@ class BorrowedVocabulary:
                 "a checkpoint whose LM head is not quantized."
             )
         self.head = head
-        shard = head.shard_indices
-        self._rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # the rest is padding
-        self._first_id = shard.org_vocab_start_index
+        # A head that is a plain embedding is whole on every rank; of another's part, the rest is padding.
+        self._rows, self._first_id = len(head.weight), 0
+        if (shard := getattr(head, "shard_indices", None)) is not None:
+            self._rows = shard.org_vocab_end_index - shard.org_vocab_start_index
+            self._first_id = shard.org_vocab_start_index
         self._bias = None if getattr(head, "bias", None) is None else head.bias[: self._rows]
 
     @property
@@ -60,7 +64,8 @@ class BorrowedVocabulary:
         weight, bias = self._weight, self._bias
         if self._fp32:
             weight, bias = weight.float(), None if bias is None else bias.float()
-        return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        return logits if self._logit_scale is None else logits.mul_(self._logit_scale)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie."""
@@ -101,6 +106,14 @@ class BorrowedVocabulary:
         return token, (top - others.amax(dim=0)).float()
 
 
+def head_of(target: nn.Module) -> nn.Module | None:
+    """The module whose weight makes a target's logits; the embedding, if the two are tied and no other is there."""
+    head = getattr(target, "lm_head", None)
+    if head is None and getattr(getattr(target, "config", None), "tie_word_embeddings", False):
+        return embedding_of(target)
+    return head
+
+
 def embedding_of(target: nn.Module) -> nn.Module:
     """The module that embeds a target's tokens.
 
@@ -108,9 +121,9 @@ def embedding_of(target: nn.Module) -> nn.Module:
         DFlashError: there is none where models have it.
     """
     for owner in (getattr(target, "model", None), target):
-        embedding = getattr(owner, "embed_tokens", None)
-        if isinstance(embedding, nn.Module):
-            return embedding
+        for name in ("embed_tokens", "word_embeddings"):  # the second as in Bailing
+            if isinstance(embedding := getattr(owner, name, None), nn.Module):
+                return embedding
     raise DFlashError(
         f"The target {type(target).__name__} has no embed_tokens that a DFlash drafter can share: use a target "
         "such as Qwen3 or Llama."

@@ -62,7 +62,12 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
     if window is not None:
         window.narrow(runner.model)
     target = BlockModel(target_worker.model_runner)
-    vocabulary = BorrowedVocabulary(target.runner.model, fp32=server_args.enable_fp32_lm_head)
+    model = target.runner.model
+    vocabulary = BorrowedVocabulary(
+        model,
+        fp32=server_args.enable_fp32_lm_head,
+        scale=model.logits_processor.processor.logit_scale,
+    )
     check_draft_model(runner, vocabulary, width)
     return Parts(
         draft=WindowedModel(runner, window) if window else BlockModel(runner),

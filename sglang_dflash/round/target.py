@@ -1,8 +1,8 @@
 """The target as rounds need it: what it hands out beside its logits.
 
-Set up once, when the model is loaded. Its layers give their outputs where the draft model taps them, and its
-logits processor lies behind a head that passes those on: after a prefill beside the logits, of a block instead
-of them.
+Set up once, when the model is loaded. Its layers give their outputs where the draft model taps them, by the
+release's method or, in classes that have none, by hooks; and its logits processor lies behind a head that passes
+those on: after a prefill beside the logits, of a block instead of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import nn
 
 from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.checkpoint.target_class import SUMS_LATER, captures_itself, check_class
 from sglang_dflash.drafter.vocabulary import embedding_of
 from sglang_dflash.drawing.not_finite import take_out
-from sglang_dflash.errors import DFlashError
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 EMBEDDING = -1  # as a tap: what the first layer reads
@@ -71,13 +72,53 @@ class TappedOutput(LogitsProcessorOutput):
     not_finite: torch.Tensor | None = None
 
 
+class LayerTaps:
+    """What hooks on decoder layers keep of a pass, from the layers until the head takes it.
+
+    In a pass that is captured, hooks run when it is captured, and what they keep are the graph's tensors.
+    """
+
+    def __init__(self, layers: nn.ModuleList, taps: Sequence[int], sums_later: bool):
+        """
+        Args:
+            taps: 0-based layers whose output is kept, `EMBEDDING` for the input of the first; ascending.
+            sums_later: whether a layer returns hidden states and a residual that the next one adds.
+        """
+        self._taps, self._sums_later = taps, sums_later
+        self._kept: dict[int, torch.Tensor] = {}
+        for tap in taps:
+            if tap == EMBEDDING:
+                layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            else:
+                layers[tap].register_forward_hook(partial(self._keep_output, tap))
+
+    def take(self) -> torch.Tensor:
+        """[rows, taps * hidden] of the pass that runs; afterwards nothing is kept."""
+        return torch.cat([self._kept.pop(tap) for tap in self._taps], dim=-1)
+
+    def _keep_input(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Scaled, where a model scales its embeddings; copied, since norms of the layer add to it in place.
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+        self._kept[EMBEDDING] = x.clone()
+
+    def _keep_output(self, tap: int, layer: nn.Module, args: tuple, output: Any) -> None:
+        x = output[0] if isinstance(output, tuple) else output
+        self._kept[tap] = x + output[1] if self._sums_later else x
+
+
 class TargetHead(nn.Module):
     """Stands before a target's logits processor."""
 
-    def __init__(self, model: nn.Module, taps_embedding: bool):
+    def __init__(self, model: nn.Module, taps_embedding: bool, kept: LayerTaps | None = None):
+        """
+        Args:
+            taps_embedding: whether the embedding is tapped beside what the logits processor is given.
+            kept: all taps, if the logits processor is given none.
+        """
         super().__init__()
         # In a tuple, so that neither becomes part of this module: weights keep their names.
         self._behind = (model.logits_processor, embedding_of(model) if taps_embedding else None)
+        self._kept = kept
 
     @property
     def processor(self) -> nn.Module:
@@ -93,7 +134,8 @@ class TargetHead(nn.Module):
         *rest: Any,
         **more: Any,
     ) -> LogitsProcessorOutput | TargetRows:
-        taps = self._taps(input_ids, batch, aux_hidden_states or ())
+        kept = self._kept
+        taps = kept.take() if kept else self._taps(input_ids, batch, aux_hidden_states or ())
         if isinstance(batch.spec_info, DFlashVerifyInput):
             return TargetRows(hidden_states, taps, self, lm_head, batch)
         output = self.after_prompts(batch, hidden_states, lm_head, *rest, **more)
@@ -131,19 +173,19 @@ def tap_target(runner: ModelRunner) -> None:
     `set_eagle3_layers_to_capture` counts as the checkpoint does: i is the output of 0-based layer i.
 
     Raises:
-        DFlashError: the target's model class cannot capture hidden states.
+        DFlashError: targets of its class cannot be tapped.
     """
     args, model = runner.server_args, runner.model
     config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-    if not hasattr(model, "set_eagle3_layers_to_capture"):
-        raise DFlashError(
-            f"--model-path {args.model_path} is a {type(model).__name__}, whose hidden states this SGLang "
-            "release cannot capture: use a target with set_eagle3_layers_to_capture, as Qwen3 or Llama."
-        )
+    check_class(type(model), args.model_path, "--model-path")
     layers = [tap for tap in config.taps if tap != EMBEDDING]
+    sum_at_once(model.model, layers)
+    if not captures_itself(type(model)):
+        kept = LayerTaps(model.model.layers, config.taps, SUMS_LATER[type(model).__name__])
+        model.logits_processor = TargetHead(model, False, kept)
+        return
     if layers:
         model.set_eagle3_layers_to_capture(layers)
-        sum_at_once(model.model, layers)
     model.logits_processor = TargetHead(model, EMBEDDING in config.taps)
 
 

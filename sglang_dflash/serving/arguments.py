@@ -9,7 +9,8 @@ import torch
 
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import check_weights
-from sglang_dflash.checkpoint.load import check_target, load_config
+from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.checkpoint.target_class import check_model
 from sglang_dflash.errors import DFlashError, end_with_the_sentence
 
 if TYPE_CHECKING:
@@ -161,16 +162,12 @@ def _refuse_unsupported(args: ServerArgs) -> None:
 
 def _check_against_target(args: ServerArgs, config: DraftConfig) -> None:
     target = args.get_model_config()
-    if target.is_multimodal:
-        raise DFlashError(
-            f"--model-path {args.model_path} is multimodal, which is not supported with DFLASH: use a text model."
-        )
     if target.is_hybrid_swa:
         raise DFlashError(
             f"--model-path {args.model_path} keeps sliding-window layers in a pool of their own, which is not "
             "supported with DFLASH: start it with --disable-hybrid-swa-memory."
         )
-    check_target(config, target.hf_text_config, target.vocab_size)
+    check_model(config, target, args.model_path, "--model-path")
 
 
 def _check_tensor_parallelism(args: ServerArgs, config: DraftConfig) -> None:

@@ -76,6 +76,35 @@ def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture
     assert error.startswith("error: num_target_layers 4 of")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "refused"),
+    [
+        ("phi", "PhiForCausalLM", "runs as PhiForCausalLM, whose hidden states DFLASH cannot tap"),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "is multimodal"),
+        ("gemma3_text", "Gemma3ForCausalLM", None),
+    ],
+)
+def test_what_the_server_says_of_the_targets_class(
+    model_type: str,
+    architecture: str,
+    refused: str | None,
+    raw: dict,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Both ask `check_model`."""
+    names = ("hidden_size", "vocab_size", "num_attention_heads")
+    sizes = {name: raw[name] for name in names} | {"num_hidden_layers": 4}
+    target = {"model_type": model_type, "architectures": [architecture]} | sizes
+    save(tmp_path, target | ({"text_config": sizes} if "_vl" in model_type else {}))
+    status, printed, error = inspect(DRAFTER, "--target", tmp_path, capsys=capsys)
+    if refused is None:
+        assert (status, error) == (RUNS, "")
+    else:
+        assert (status, printed["fits the target"]) == (MISFIT, "no")
+        assert error.startswith(f"error: --target {tmp_path} {refused}")
+
+
 def test_refused(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     status, printed, error = inspect(TARGET, capsys=capsys)
     assert (status, printed) == (REFUSED, {})
@@ -87,7 +116,7 @@ def test_refused(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     status, _, error = inspect(save(tmp_path, raw), capsys=capsys)
     assert status == REFUSED and "has no *.safetensors file" in error
     status, _, error = inspect(DRAFTER, "--target", tmp_path / "none", capsys=capsys)
-    assert status == REFUSED and "has no config that transformers can read" in error
+    assert status == REFUSED and "has no config that SGLang can read" in error
 
 
 def test_as_a_command() -> None:

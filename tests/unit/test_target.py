@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,14 @@ from sglang.srt.layers.communicator import LayerCommunicator
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import nn
 
-from sglang_dflash.round.target import TappedOutput, TargetHead, TargetRows, sum_at_once
+from sglang_dflash.round.target import (
+    EMBEDDING,
+    LayerTaps,
+    TappedOutput,
+    TargetHead,
+    TargetRows,
+    sum_at_once,
+)
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 HIDDEN, VOCABULARY = 4, 9
@@ -122,3 +130,29 @@ def test_a_tapped_layer_is_summed_over_the_ranks(
         for layer in body.layers
     ]
     assert fuses == [True, tapped_fuse, True, tapped_fuse, True, False]
+
+
+class Layer(nn.Module):
+    """A decoder layer that adds to what it reads in place, as norms do on a GPU, and to its residual."""
+
+    def forward(self, positions, hidden_states, residual):
+        return hidden_states.add_(1), residual + 10
+
+
+@pytest.mark.parametrize(("sums_later", "outputs"), [(False, [6, 7]), (True, [16, 27])])
+def test_hooks_keep_what_layers_read_and_return(sums_later: bool, outputs: list[int]) -> None:
+    layers = nn.ModuleList(Layer() for _ in range(3))
+    kept = LayerTaps(layers, [EMBEDDING, 0, 1], sums_later)
+    for keywords in (False, True):
+        x, residual, returned = torch.full((2, HIDDEN), 5.0), torch.zeros(2, HIDDEN), []
+        for layer in layers:
+            read = (None, x.clone(), residual)
+            if keywords and layer is layers[0]:
+                x, residual = layer(None, hidden_states=x, residual=residual)
+            else:
+                x, residual = layer(*read)
+            returned.append(weakref.ref(x))
+        taps = kept.take()
+        assert taps[0].view(3, HIDDEN)[:, 0].tolist() == [5, *outputs]
+        del x, read
+        assert not any(each() is not None for each in returned)  # after the head nothing is kept

@@ -1,0 +1,69 @@
+"""Which model classes of the release can be tapped: known before any weight is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from sglang_dflash.checkpoint.formats.config import DraftConfig
+from sglang_dflash.checkpoint.load import check_target
+from sglang_dflash.errors import DFlashError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+# Classes that have no method to capture hidden states, and whether what their decoder layers return is still to be
+# summed. Some return a residual that is in the hidden states already: no signature tells, so each class is listed
+# when a test has compared its taps with those of transformers.
+SUMS_LATER = {
+    "ArceeForCausalLM": True,
+    "Cohere2ForCausalLM": False,
+    "CohereForCausalLM": False,
+    "Gemma2ForCausalLM": True,
+    "Gemma3ForCausalLM": False,
+    "GemmaForCausalLM": True,
+    "Glm4ForCausalLM": True,
+    "GraniteForCausalLM": True,
+    "GraniteMoeForCausalLM": False,
+    "MixtralForCausalLM": True,
+    "Olmo2ForCausalLM": False,
+    "OlmoForCausalLM": False,
+    "OlmoeForCausalLM": True,
+    "StableLmForCausalLM": False,
+    "Starcoder2ForCausalLM": False,
+}
+
+
+def captures_itself(model_class: type[nn.Module]) -> bool:
+    """Whether the class has the release's own method to capture hidden states."""
+    return hasattr(model_class, "set_eagle3_layers_to_capture")
+
+
+def check_model(config: DraftConfig, target: ModelConfig, path: str, flag: str) -> None:
+    """Whether a drafter fits a target, and whether the release runs it as something that can be tapped.
+
+    Args:
+        path, flag: of the target, as the user gave it.
+
+    Raises:
+        DFlashError: names the first thing that does not fit.
+    """
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    if target.is_multimodal:
+        raise DFlashError(
+            f"{flag} {path} is multimodal, which is not supported with DFLASH: use a text model."
+        )
+    check_target(config, target.hf_text_config, target.vocab_size)
+    check_class(get_model_architecture(target)[0], path, flag)
+
+
+def check_class(model_class: type[nn.Module], path: str, flag: str) -> None:
+    """Raises `DFlashError` if hidden states of such a target cannot be tapped."""
+    name = model_class.__name__
+    if not captures_itself(model_class) and name not in SUMS_LATER:
+        raise DFlashError(
+            f"{flag} {path} runs as {name}, whose hidden states DFLASH cannot tap: use a target of an architecture in "
+            "docs/targets.md, as Qwen3, Llama or Gemma 3."
+        )
