@@ -75,7 +75,8 @@ class TappedOutput(LogitsProcessorOutput):
 class LayerTaps:
     """What hooks on decoder layers keep of a pass, from the layers until the head takes it.
 
-    In a pass that is captured, hooks run when it is captured, and what they keep are the graph's tensors.
+    Copies, since the norms of later layers add to such tensors in place. In a pass that is captured, hooks run when it
+    is captured, and what they keep are the graph's tensors.
     """
 
     def __init__(self, layers: nn.ModuleList, taps: Sequence[int], sums_later: bool):
@@ -97,13 +98,13 @@ class LayerTaps:
         return torch.cat([self._kept.pop(tap) for tap in self._taps], dim=-1)
 
     def _keep_input(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Scaled, where a model scales its embeddings; copied, since norms of the layer add to it in place.
+        # Scaled, where a model scales its embeddings.
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
         self._kept[EMBEDDING] = x.clone()
 
     def _keep_output(self, tap: int, layer: nn.Module, args: tuple, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
-        self._kept[tap] = x + output[1] if self._sums_later else x
+        self._kept[tap] = x + output[1] if self._sums_later else x.clone()
 
 
 class TargetHead(nn.Module):
