@@ -284,7 +284,7 @@ def test_layers(
             torch.testing.assert_close(made, expected.flatten(1), rtol=0, atol=2e-4)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the buffers of that test are on the CPU")
+@pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu/test_prompts.py does this, as triton")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_as_buffers_are_filled(page_size: int) -> None:
     """Blocks, prompts and rows that fill a pass up, from what rounds put side by side: each over its own keys."""
