@@ -141,17 +141,12 @@ class Sampling:
             at, rows = rows_of(part, 1, drafts.device), rows_of(part, width, drafts.device)
             # Logits first: the device makes them while the host fills masks.
             output, info = logits(rows), self.info_of(part, at, drafts[at], width)
-            not_finite = take_out(output.next_token_logits)
-            info.apply_logits_bias(output.next_token_logits)
-            tokens = sampler(
-                output,
-                info,
+            wanted = (
                 self.return_logprob,
                 _repeat([self.top_logprobs_nums[i] for i in part], width),
                 _repeat([self.token_ids_logprobs[i] for i in part], width),
-                positions[rows],
             )
-            drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
+            drawn.append(_draw(sampler, output, info, *wanted, positions[rows]))
             if self.return_logprob:
                 _append(whole, output, len(part) * width)
         if whole.next_token_logprobs is not None:
@@ -185,11 +180,8 @@ class Sampling:
         for first in range(0, len(owners), ROWS_AT_ONCE):
             part = slice(first, min(first + ROWS_AT_ONCE, len(owners)))
             info, output = self._info_at(owners[part]), logits(part)
-            not_finite = take_out(output.next_token_logits)
-            info.apply_logits_bias(output.next_token_logits)
-            nobody = [0] * (part.stop - first), [None] * (part.stop - first)
-            tokens = sampler(output, info, False, *nobody, positions[part])
-            drawn.append(tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE))
+            nobody = False, [0] * (part.stop - first), [None] * (part.stop - first)
+            drawn.append(_draw(sampler, output, info, *nobody, positions[part]))
         return torch.cat(drawn)
 
     def _info_at(self, owners: torch.Tensor) -> SamplingBatchInfo:
@@ -286,6 +278,16 @@ class OnItsWay:
         if self._done is not None:
             self._done.synchronize()
         return self._values
+
+
+def _draw(
+    sampler: Sampler, output: LogitsProcessorOutput, info: SamplingBatchInfo, *rest: Any
+) -> torch.Tensor:
+    """A token for each row, [n] int64, `NOT_FINITE` where NaN would choose; `rest` as the sampler takes it."""
+    not_finite = take_out(output.next_token_logits)
+    info.apply_logits_bias(output.next_token_logits)
+    tokens = sampler(output, info, *rest)
+    return tokens.to(torch.int64).masked_fill_(not_finite, NOT_FINITE)
 
 
 def _append(whole: LogitsProcessorOutput, part: LogitsProcessorOutput, rows: int) -> None:
