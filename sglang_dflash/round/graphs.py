@@ -316,7 +316,8 @@ class RoundGraphs:
         bounds = torch.full((key.bucket,), parts.context_len, dtype=torch.int64)
         bonus_tokens = tokens[:: key.width]
         round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens=tokens)
-        draft.prepare()
+        if key.width > 1:  # else nothing is drafted
+            draft.prepare()
         drafts, estimate = propose(draft, round), None
         if self.survival is not None and drafts.margins is not None:
             estimate = self.survival.estimate(drafts.margins, self.drawn[: key.bucket])

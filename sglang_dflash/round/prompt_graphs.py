@@ -35,6 +35,9 @@ from sglang_dflash.serving.memory import GIB, pool_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_dflash.gpu.block_attention import BlockAttention
 
 logger = logging.getLogger(__name__)
 
@@ -260,12 +263,16 @@ def _verified(blocks: Drafted, target: TargetRows) -> Blocks:
     return Blocks(round.rows, round.positions, blocks.draft_tokens, target, blocks.ragged)
 
 
-def capture_prompts(parts: Parts, rounds: RoundGraphs) -> PromptGraphs | None:
-    """Graphs of prompts; None if the user wants none, or wants answers that they would change."""
-    args, deterministic = parts.target.runner.server_args, is_batch_invariant_mode_enabled()
+def sizes_of_prompts(
+    args: ServerArgs, attention: type[BlockAttention], block_rows: int
+) -> list[int]:
+    """Rows of the passes that are to be captured; none if the user wants none, or answers that they would change.
+
+    Args:
+        attention: of the target's blocks.
+        block_rows: the most that a round has.
+    """
     prefill_backend, _ = args.get_attention_backends()
-    most = args.piecewise_cuda_graph_max_tokens
-    sizes = row_sizes(rounds.sizes[-1] * rounds.widths[-1], most)
-    if not sizes or not prompts_in_graphs(rounds.attention.target, prefill_backend, deterministic):
-        return None
-    return PromptGraphs(parts, rounds, sizes)
+    if not prompts_in_graphs(attention, prefill_backend, is_batch_invariant_mode_enabled()):
+        return []
+    return row_sizes(block_rows, args.piecewise_cuda_graph_max_tokens)

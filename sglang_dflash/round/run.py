@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 # Why a round was not replayed from a graph, though graphs are captured.
 NO_GRAPH = "no_graph"
 
-# Whether rounds verify all that they draft, or as many rows as pay (`--speculative-dflash-verify`).
-ALL, AUTO = "all", "auto"
+# Rounds verify as many rows as pay, not all that they draft (`--speculative-dflash-verify`).
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RoundRunner:
 
     def costs(self) -> Costs | None:
         """What rounds take, where the number of their rows is to be chosen."""
-        if self.survival is None or self.prompt_graphs is None:
+        if self.survival is None:
             return None
         return remembered(self._name(), partial(self.prompt_graphs.costs, self.graphs))
 
@@ -211,7 +211,7 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
         return RoundRunner(parts)
     from sglang_dflash.round.graphs import Attention, RoundGraphs, sizes_to_capture
-    from sglang_dflash.round.prompt_graphs import capture_prompts
+    from sglang_dflash.round.prompt_graphs import PromptGraphs, sizes_of_prompts
 
     attention = Attention(*(block_attention_of(m.runner) for m in (parts.draft, parts.target)))
     if None in attention:
@@ -224,13 +224,14 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         logger.warning("DFLASH runs without CUDA graphs, %s.", why)
         return RoundRunner(parts)
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
+    passes = sizes_of_prompts(server_args, attention.target, sizes[-1] * max(widths))
     survival = None
-    if server_args.speculative_dflash_verify == AUTO:
+    if server_args.speculative_dflash_verify == AUTO and passes:
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
         widths = [1, *widths]
     parts.draft.runner.model.tells_margins = survival is not None
     rounds = RoundGraphs(parts, attention, sizes, widths, survival)
-    prompts = capture_prompts(parts, rounds)
+    prompts = PromptGraphs(parts, rounds, passes) if passes else None
     # Where the release's own graphs of prompts would be.
     parts.target.runner.piecewise_cuda_graph_runner = prompts
     return RoundRunner(parts, rounds, prompts)
