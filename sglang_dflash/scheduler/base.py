@@ -19,6 +19,7 @@ from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, RoundResult, capture
+from sglang_dflash.scheduler.pace import NoPace, pace_of
 from sglang_dflash.scheduler.plan import planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
@@ -38,9 +39,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ABOUT = 64  # rows
+
 
 class DFlashWorkerBase:
-    """What SGLang's scheduler expects of a worker, whether it overlaps or not."""
+    """What SGLang's scheduler expects of a worker, whether it overlaps or not.
+
+    Attributes:
+        runs_ahead: whether rounds are launched before the results of those before them are there.
+    """
+
+    runs_ahead = False
 
     def __init__(
         self,
@@ -83,6 +92,7 @@ class DFlashWorkerBase:
         self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes)
         self.acceptance = AcceptanceWatch(server_args.speculative_draft_model_path, tp_rank == 0)
         self.watch = watch_of(self.parts.req_to_token.device)
+        self.pace = pace_of(server_args, tp_rank) if self.runs_ahead else NoPace()
         if tp_rank == 0:
             report_memory(target_worker.model_runner, self.model_runner)
             logger.info(
@@ -101,10 +111,9 @@ class DFlashWorkerBase:
         if costs is not None:
             logger.info("DFLASH rounds take, in ms: %s", costs.as_dict())
         elif args.speculative_dflash_verify == AUTO:
-            logger.warning(
+            logger.info(
                 "DFLASH verifies all rows, because no passes of the target are captured in which requests have "
-                "different numbers of them: leave --speculative-dflash-verify auto out, or see that there are CUDA "
-                "graphs and that --piecewise-cuda-graph-max-tokens is at least 64."
+                "different numbers of them: that takes CUDA graphs, with --piecewise-cuda-graph-max-tokens at 64 or more."
             )
         return costs
 
@@ -135,7 +144,9 @@ class DFlashWorkerBase:
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
-        if (prompts := self.riding.prompts_for(bounds, plan)) is not None:
+        prompts = self.riding.prompts_for(bounds, plan)
+        self.pace.launching()
+        if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             result, done = self.rounds.run_with_prompts(
                 rows, bounds, width, sampling, run, plan.total
@@ -146,7 +157,10 @@ class DFlashWorkerBase:
             ends = zip(batch.reqs, starts, strict=True)
             cut = any(start + width > slot_limit(req) for req, start in ends)
             result = self.rounds.run(rows, bounds, width, sampling, cut, plan.total)
-        self.metrics.launched(plan.reason, plan.rows(len(starts)))
+        verified = plan.rows(len(starts))
+        size = verified if prompts is None else _rounded(verified + prompts.extend_num_tokens)
+        self.pace.launched((width, size, sampling is None))
+        self.metrics.launched(plan.reason, verified, self.pace.launch_seconds)
         if result.fell_back:
             self.metrics.fell_back(result.fell_back)
         if self.watch:
@@ -190,3 +204,8 @@ class DFlashWorkerBase:
     def clear_cache_pool(self) -> None:
         """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free."""
         give_memory_back()
+
+
+def _rounded(rows: int) -> int:
+    """Passes with about as many rows take about as long."""
+    return -(-rows // _ABOUT) * _ABOUT

@@ -141,8 +141,8 @@ def _check_verify(args: ServerArgs) -> None:
     asked = args.speculative_dflash_verify
     if asked not in ("all", "auto"):
         raise DFlashError(
-            f"--speculative-dflash-verify {asked} does not exist: choose all, for every row of every block, or auto, "
-            "for those that pay."
+            f"--speculative-dflash-verify {asked} does not exist: choose auto, for the rows that pay, or all, for "
+            "every row of every block."
         )
 
 
