@@ -26,6 +26,8 @@ from benchmark.shapes import SHAPES, read_config, write_pair
 
 _ATTENTION = {"cuda": "fa3", "cpu": "torch_native"}
 _WARM_UP_TOKENS = 64
+# Of dummy weights' drafts none is accepted, so none would be verified, or drafted.
+_WHOLE_BLOCKS = ("--speculative-dflash-verify", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,10 @@ def measure(args: argparse.Namespace) -> tuple[list[dict], list[str]]:
 
 
 def _systems(args: argparse.Namespace) -> list[System]:
-    chosen = [own_system(name) for name in args.systems]
+    chosen = [
+        dataclasses.replace(system, arguments=_WHOLE_BLOCKS) if system.speculative else system
+        for system in map(own_system, args.systems)
+    ]
     peer_environment, peer_arguments = dict(args.peer_env), shlex.split(args.peer_args)
     chosen += [peer_system(given, peer_environment, peer_arguments) for given in args.peer]
     common = dict(args.env)

@@ -12,8 +12,9 @@ import pytest
 
 from tests.server.checks import assert_speculated
 from tests.server.features import GREEDY, REFUSED, Feature, Prompt, comparable
-from tests.server.harness import CHOSEN_WORKERS, ROOT, Server, prompts_of
+from tests.server.harness import CHOSEN_WORKERS, ROOT, Server, in_float32, prompts_of
 
+pytestmark = in_float32
 TABLE = ROOT / "docs" / "features.md"
 # 200 prompts a feature take minutes; the figure is in the table's foreword when they were asked.
 PROMPTS = prompts_of(5)

@@ -19,7 +19,7 @@ LAUNCHER = ("tests.server.eager_passes",)
 ARGUMENTS = (
     "--enable-metrics",
     *("--context-length", "2048", "--reasoning-parser", "qwen3"),
-    *("--piecewise-cuda-graph-max-tokens", "320"),
+    *("--piecewise-cuda-graph-max-tokens", "320", "--speculative-dflash-verify", "all"),
 )
 LAST, *OTHERS = reversed([(worker, page) for worker in CHOSEN_WORKERS for page in ("1", "16")])
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu/test_prompts.py does this")

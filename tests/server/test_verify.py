@@ -11,7 +11,7 @@ from tests.server import harness
 from tests.server.checks import accept_length, assert_same, counted
 from tests.server.conftest import COMMON, VARIANTS
 from tests.server.features import GREEDY, Prompt, comparable
-from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_long, running
+from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_float32, in_long, running
 from tests.server.riders import RIDERS, SHORT, decoding, ran
 from tests.server.test_features import answers, assert_equal
 
@@ -111,6 +111,7 @@ def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -
         server.check_idle()
 
 
+@in_float32
 @pytest.mark.parametrize("worker", in_long(*CHOSEN_WORKERS))
 def test_every_feature(
     worker: str, logs: Path, plain: Server, problems: list[dict], prompts: list[str], tokenizer
