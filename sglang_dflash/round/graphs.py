@@ -320,7 +320,8 @@ class RoundGraphs:
             draft.prepare()
         drafts, estimate = propose(draft, round), None
         if self.survival is not None and drafts.margins is not None:
-            estimate = self.survival.estimate(drafts.margins, self.drawn[: key.bucket])
+            drawn, ended = self.drawn[: key.bucket], parts.state.ended
+            estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
         return Proposed(round, drafts.tokens, estimate)
 
     def _verify(self, drafted: Proposed, models: tuple[CapturedModel, CapturedModel]) -> Blocks:

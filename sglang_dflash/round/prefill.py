@@ -13,6 +13,7 @@ from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.drawing.ranks import agreed
 from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.state import ends_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
@@ -36,7 +37,8 @@ def prefill(
         output.taps = None  # the result lives until the host has seen it; they need not
     result.next_token_ids = agreed(result.next_token_ids)
     result.next_token_ids.masked_fill_(output.not_finite, NOT_FINITE)
-    parts.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens)
+    result.ends = ends_of(batch.reqs)  # read until the result is there
+    parts.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens, result.ends)
     if penalizer is not None:
         tokens = result.next_token_ids.to(torch.int64)[:, None]
         parts.penalties.count(batch.req_pool_indices, tokens, torch.ones_like(tokens[:, 0]))

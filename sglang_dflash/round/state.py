@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+ENDS = 4  # tokens of which each ends a request; of more only the host knows
+_NO_TOKEN, _NO_LIMIT = -100, 1 << 62
 
 
 class RequestState:
@@ -15,24 +24,69 @@ class RequestState:
     Attributes:
         bonus_tokens: [rows + 1] int64; 0 where NaN chose (`not_finite.py`), for a round in vain.
         lengths: [rows + 1] int64.
+        ends: [rows + 1, ENDS] int64, tokens that end a request.
+        limits: [rows + 1] int64, lengths at which it ends.
+        ended: [rows + 1] int32, 1 where it has, as far as these tell. The host hears of it a round late, and decides;
+            here it only says that more rows would be in vain.
         padding_row: row of the requests that only pad a batch; its length stays 0.
     """
 
     def __init__(self, rows: int, device: torch.device | str):
         self.bonus_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.ends = torch.full((rows + 1, ENDS), _NO_TOKEN, dtype=torch.int64, device=device)
+        self.limits = torch.full((rows + 1,), _NO_LIMIT, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.padding_row = rows
 
-    def start(self, rows: torch.Tensor, bonus_tokens: torch.Tensor, lengths: torch.Tensor) -> None:
-        """After a prefill: [bs] int64 each; `lengths` are those of the prompts."""
+    def start(
+        self,
+        rows: torch.Tensor,
+        bonus_tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        ends: torch.Tensor | None = None,
+    ) -> None:
+        """After a prefill: [bs] int64 each; `lengths` are those of the prompts.
+
+        Args:
+            ends: [bs, ENDS + 1], as `ends_of` gives them; None if nothing is known.
+        """
         self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)
         self.lengths[rows] = lengths
+        self.ended[rows] = 0
+        if ends is not None:
+            tokens, limits = ends.to(rows.device, non_blocking=True).split([ENDS, 1], dim=1)
+            self.ends[rows], self.limits[rows] = tokens, limits[:, 0]
+            self.ended[rows] = (tokens == bonus_tokens[:, None]).any(dim=1).to(torch.int32)
 
     def advance(
-        self, rows: torch.Tensor, accept_lengths: torch.Tensor, bonus_tokens: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        accept_lengths: torch.Tensor,
+        bonus_tokens: torch.Tensor,
     ) -> None:
-        """After a round over `rows`: [bs] int64 each."""
+        """After a round over `rows`: [bs] int64 each, and its tokens, [bs, width] int64."""
         self.bonus_tokens[rows] = bonus_tokens.clamp(min=0)
-        self.lengths[rows] = torch.where(
-            rows < self.padding_row, self.lengths[rows] + accept_lengths, 0
-        )
+        lengths = torch.where(rows < self.padding_row, self.lengths[rows] + accept_lengths, 0)
+        self.lengths[rows] = lengths
+        committed = torch.arange(tokens.shape[1], device=rows.device) < accept_lengths[:, None]
+        ends = (tokens[:, :, None] == self.ends[rows][:, None]).any(dim=2)
+        over = (ends & committed).any(dim=1) | (lengths >= self.limits[rows])
+        self.ended[rows] |= over.to(torch.int32)
+
+
+def ends_of(reqs: Iterable[Req]) -> torch.Tensor:
+    """What ends requests, for `RequestState.start`: [requests, ENDS + 1] int64 on the host, the limit last."""
+    found = []
+    for req in reqs:
+        params, tokenizer = req.sampling_params, req.tokenizer
+        tokens = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+        if tokenizer is not None:
+            tokens |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
+        tokens = [] if params.ignore_eos else sorted(tokens - {None})[:ENDS]
+        # The prompt's last row gives the first token, and the last token needs no row.
+        limit = len(req.origin_input_ids) + params.max_new_tokens - 1
+        found.append([*tokens, *[_NO_TOKEN] * (ENDS - len(tokens)), limit])
+    ends = torch.tensor(found, dtype=torch.int64)
+    return ends.pin_memory() if torch.cuda.is_available() else ends

@@ -27,8 +27,8 @@ class Estimate:
     """What is expected of a round's drafts.
 
     Attributes:
-        cells: [bs, width - 1] int64, which counts a draft belongs to.
-        chances: [bs, width - 1] float32, that it is accepted, and all before it.
+        cells: [bs, width - 1] int64, which counts a draft belongs to; -1 for none.
+        chances: [bs, width - 1] float32, that it is accepted, and all before it; 0 for requests that have ended.
     """
 
     cells: torch.Tensor
@@ -60,20 +60,25 @@ class Survival:
         self._guess = 1 - 0.5 * torch.exp(-exponents.exp2() / 2)
         self.rates = self._guess.expand(shape).clone()
 
-    def estimate(self, margins: torch.Tensor, drawn: torch.Tensor) -> Estimate:
+    def estimate(
+        self, margins: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor, ended: torch.Tensor
+    ) -> Estimate:
         """What is expected of drafts.
 
         Args:
             margins: [bs, width - 1] float32, not negative.
             drawn: [bs] int64, 1 for requests that draw, else 0.
+            rows: [bs] int64, of the requests.
+            ended: by row, int32, 1 for requests that have ended.
         """
         if margins.is_cuda:
-            return Estimate(*expect(margins, drawn, self.rates, 2.0**_FIRST_EXPONENT))
+            return Estimate(*expect(margins, drawn, rows, ended, self.rates, 2.0**_FIRST_EXPONENT))
         size = margins.nan_to_num(0.0).clamp(min=2.0**_FIRST_EXPONENT).log2() - _FIRST_EXPONENT
         bins = (2 * size).clamp(max=BINS - 1).to(torch.int64)
         position = torch.arange(margins.shape[1], device=margins.device)
         cells = (drawn[:, None] * self._drafts + position) * BINS + bins
-        return Estimate(cells, self.rates.flatten()[cells].cumprod(dim=1))
+        chances, gone = self.rates.flatten()[cells].cumprod(dim=1), (ended[rows] > 0)[:, None]
+        return Estimate(cells.masked_fill(gone, -1), chances.masked_fill(gone, 0.0))
 
     def learn(self, cells: torch.Tensor, rows: torch.Tensor | int, lengths: torch.Tensor) -> None:
         """Counts what became of a round's drafts.
@@ -93,10 +98,11 @@ class Survival:
             return
         position = torch.arange(cells.shape[1], device=cells.device)
         verified = rows[:, None] - 1 if isinstance(rows, torch.Tensor) else rows - 1
-        tried = (position < lengths[:, None]) & (position < verified)
+        tried = (position < lengths[:, None]) & (position < verified) & (cells >= 0)
         survived = tried & (position < lengths[:, None] - 1)
         for fresh, seen in zip(self._fresh, (tried, survived), strict=True):
-            fresh.zero_().view(-1).index_add_(0, cells.flatten(), seen.flatten().float())
+            counted = cells.clamp(min=0).flatten()
+            fresh.zero_().view(-1).index_add_(0, counted, seen.flatten().float())
         total = self._fresh[0].sum(dim=(1, 2), keepdim=True)
         kept = (1 - total / _WINDOW).clamp(_FASTEST, _SLOWEST).where(total > 0, 1.0)
         tried, survived = self._counts.mul_(kept).add_(self._fresh)

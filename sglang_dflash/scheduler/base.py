@@ -184,7 +184,8 @@ class DFlashWorkerBase:
         if expected is not None:
             chances, verified = expected.tensor().split([tokens.shape[1] - 1, 1], dim=1)
             self.planner.note(chances)
-            self.metrics.expected(chances, verified, lengths)
+            counted = [bool(tokens) for tokens in committed.taken]
+            self.metrics.expected(chances[counted], verified[counted], lengths[counted])
         self.acceptance.note(committed.lengths)
         taken = [len(each) for each in committed.taken if each]
         self.metrics.committed(tokens.shape[1], taken, in_vain=len(reqs) - len(taken))

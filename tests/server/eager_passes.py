@@ -103,7 +103,8 @@ class EagerRounds:
             drawn = torch.zeros_like(rows)
             if sampling is not None:
                 drawn[sampling.drawing] = 1
-            estimate = self.survival.estimate(drafts.margins, drawn)
+            ended = self.parts.state.ended
+            estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
         return Proposed(round, drafts.tokens, estimate)
 
     def _open(self, width: int, rows: torch.Tensor) -> Round:

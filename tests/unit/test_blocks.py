@@ -8,7 +8,7 @@ from sglang_dflash.round.accept import accept
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.prefill import extend_positions
 from sglang_dflash.round.propose import block_tokens
-from sglang_dflash.round.state import RequestState
+from sglang_dflash.round.state import RequestState, ends_of
 
 WIDTH, CONTEXT = 4, 12
 
@@ -65,10 +65,11 @@ def test_padding_requests_touch_only_slot_0() -> None:
 def test_a_round_moves_its_requests_and_no_others() -> None:
     made = state({0: 5, 1: 6, 2: 7})
     accepted = accept(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 9], [4, 5]]))
-    made.advance(torch.tensor([2, 0]), accepted.lengths, accepted.bonus_tokens)
+    made.advance(torch.tensor([2, 0]), accepted.tokens, accepted.lengths, accepted.bonus_tokens)
     assert made.lengths.tolist() == [8, 6, 9, 0]
     assert made.bonus_tokens.tolist() == [6, 51, 2, 0]
-    made.advance(torch.tensor([made.padding_row, 1]), accepted.lengths, accepted.bonus_tokens)
+    rows = torch.tensor([made.padding_row, 1])
+    made.advance(rows, accepted.tokens, accepted.lengths, accepted.bonus_tokens)
     assert made.lengths.tolist() == [8, 9, 9, 0]
 
 
@@ -77,3 +78,31 @@ def test_extend_positions_follow_the_cached_prefix() -> None:
         extend_prefix_lens=[0, 7], extend_seq_lens=[3, 2], input_ids=torch.zeros(5)
     )
     assert extend_positions(batch).tolist() == [0, 1, 2, 7, 8]
+
+
+def test_what_ends_requests() -> None:
+    """At most so many tokens each, none where the end is ignored, and the length at which the limit is reached."""
+    tokenizer = SimpleNamespace(eos_token_id=7, additional_stop_token_ids={8})
+
+    def asked(stop: set[int] | None, ignore: bool, tokenizer: object) -> SimpleNamespace:
+        params = SimpleNamespace(stop_token_ids=stop, ignore_eos=ignore, max_new_tokens=10)
+        ids = {"origin_input_ids": [1, 2, 3], "eos_token_ids": {7}}
+        return SimpleNamespace(sampling_params=params, tokenizer=tokenizer, **ids)
+
+    reqs = [asked({3}, False, tokenizer), asked({3}, True, tokenizer), asked(None, False, None)]
+    reqs.append(asked({1, 2, 3, 4, 5}, False, None))
+    assert [row[:-1].tolist() for row in ends_of(reqs)] == [
+        [3, 7, 8, -100],
+        [-100] * 4,
+        [7, -100, -100, -100],
+        [1, 2, 3, 4],
+    ]
+    assert {int(row[-1]) for row in ends_of(reqs)} == {12}
+    made = RequestState(4, "cpu")
+    made.start(torch.arange(4), torch.tensor([9, 7, 7, 9]), torch.full((4,), 3), ends_of(reqs))
+    assert made.ended.tolist() == [0, 0, 1, 0, 0]
+    accepted = accept(torch.full((4, 3), 9), torch.full((4, 2), 9))
+    for _ in range(3):  # a first token and three rounds of three are ten
+        assert made.ended.tolist() == [0, 0, 1, 0, 0]
+        made.advance(torch.arange(4), accepted.tokens, accepted.lengths, accepted.bonus_tokens)
+    assert made.ended.tolist() == [1, 1, 1, 1, 0]

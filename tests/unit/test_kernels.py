@@ -3,8 +3,6 @@
 Without a GPU they run in Triton's interpreter, which computes what the compiled kernels do.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ from sglang_dflash.gpu.kernels.skinny_matmul import Tiling, launch
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
 from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
 from sglang_dflash.round.accept import accept
-from sglang_dflash.round.state import RequestState
+from sglang_dflash.round.state import ENDS, RequestState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, COLUMNS = 6, 2500
@@ -97,11 +95,8 @@ def test_accept(width: int) -> None:
         target = torch.randint(0, 2, (5, width), device=DEVICE)
         draft = torch.randint(0, 2, (5, width - 1), device=DEVICE)
         draft[0] = target[0, :-1]
-        state = SimpleNamespace(
-            lengths=torch.arange(8, device=DEVICE) * 10,
-            bonus_tokens=torch.zeros(8, dtype=torch.int64, device=DEVICE),
-            padding_row=7,
-        )
+        state = RequestState(7, DEVICE)
+        state.lengths += torch.arange(8, device=DEVICE) * 10
         before = state.lengths.clone()
         lengths, bonus = accept_and_advance(target, draft, rows, **vars(state))
         expected = accept(target, draft)
@@ -113,6 +108,33 @@ def test_accept(width: int) -> None:
             assert state.bonus_tokens[row] == moves * expected.bonus_tokens[request]
 
 
+def test_ends() -> None:
+    """A token that ends a request, or its limit, among what is committed; what lies behind ends nobody."""
+    torch.manual_seed(1)
+    requests, width = 40, 5
+    rows = torch.randperm(requests, device=DEVICE)
+    states = [RequestState(requests, DEVICE) for _ in range(2)]
+    ends = torch.randint(0, 9, (requests, ENDS + 1), device=DEVICE)
+    ends[:, -1] = torch.randint(5, 40, (requests,), device=DEVICE)
+    ends[::2, :-1] = -100
+    first, zero = torch.randint(0, 9, (requests,), device=DEVICE), torch.zeros_like(rows)
+    for state in states:
+        state.start(rows, first, zero, ends)
+        assert state.ended[rows].tolist() == (ends[:, :-1] == first[:, None]).any(1).int().tolist()
+    seen = []
+    for _ in range(8):
+        target = torch.randint(0, 9, (requests, width), device=DEVICE)
+        draft = torch.where(torch.rand(requests, width - 1, device=DEVICE) < 0.5, target[:, :-1], 9)
+        lengths, _ = accept_and_advance(target, draft.contiguous(), rows, **vars(states[0]))
+        accepted = accept(target, draft)
+        states[1].advance(rows, target, lengths, accepted.bonus_tokens)
+        assert torch.equal(states[0].ended, states[1].ended)
+        seen.append(int(states[0].ended.sum()))
+    assert seen == sorted(seen) and 0 < seen[0] < seen[-1] <= requests
+    states[0].start(rows, first, zero)
+    assert not states[0].ended.any()
+
+
 def test_accept_of_nan() -> None:
     """What NaN chose ends the accepted tokens, and the next round starts from a token that exists."""
     target = torch.tensor([[5, NOT_FINITE, 7], [NOT_FINITE, 6, 7], [5, 6, 7]], device=DEVICE)
@@ -121,7 +143,7 @@ def test_accept_of_nan() -> None:
     states = [RequestState(3, DEVICE) for _ in range(2)]
     lengths, _ = accept_and_advance(target, draft, rows, **vars(states[0]))
     expected = accept(target, draft)
-    states[1].advance(rows, expected.lengths, expected.bonus_tokens)
+    states[1].advance(rows, target, expected.lengths, expected.bonus_tokens)
     assert lengths.tolist() == expected.lengths.tolist() == [2, 1, 3]
     for state in states:
         assert state.bonus_tokens.tolist() == [0, 0, 7, 0]

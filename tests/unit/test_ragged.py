@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from sglang_dflash.gpu.kernels.survival import count_and_update, expect
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.ragged import Ragged
-from sglang_dflash.round.survival import BINS, Survival
+from sglang_dflash.round.survival import BINS, Estimate, Survival
 
 WIDTH = 6
 
@@ -62,20 +64,29 @@ def survive(rates: torch.Tensor, requests: int) -> torch.Tensor:
     return alive.long().cumprod(dim=1).sum(dim=1) + 1
 
 
+def expected(
+    survival: Survival, margins: torch.Tensor, drawn: torch.Tensor, gone: Iterable[int] = ()
+) -> Estimate:
+    """Of requests side by side, of which some have ended."""
+    rows = torch.arange(len(margins))
+    ended = torch.tensor([int(row in gone) for row in rows.tolist()], dtype=torch.int32)
+    return survival.estimate(margins, drawn, rows, ended)
+
+
 def test_rates_are_learned_of_what_was_tried() -> None:
     """By position, though only few rows of a block are verified at a time; drawn requests have rates of their own."""
     torch.manual_seed(0)
     survival, true = Survival(WIDTH - 1, "cpu"), torch.tensor([0.95, 0.9, 0.6, 0.3, 0.8])
     margins, kinds = torch.full((64, WIDTH - 1), 3.0), torch.zeros(64, dtype=torch.int64)
     for _ in range(200):
-        estimate = survival.estimate(margins, kinds)
+        estimate = expected(survival, margins, kinds)
         rows = torch.randint(1, WIDTH + 1, (64,))
         survival.learn(estimate.cells, rows, torch.minimum(survive(true, 64), rows))
-    found = survival.estimate(margins, kinds).chances[0]
+    found = expected(survival, margins, kinds).chances[0]
     torch.testing.assert_close(found, true.cumprod(0), atol=0.05, rtol=0)
     assert torch.equal(
-        survival.estimate(margins, kinds + 1).chances[0],
-        Survival(WIDTH - 1, "cpu").estimate(margins, kinds).chances[0],
+        expected(survival, margins, kinds + 1).chances[0],
+        expected(Survival(WIDTH - 1, "cpu"), margins, kinds).chances[0],
     )
 
 
@@ -85,14 +96,14 @@ def test_what_changes_is_learned_anew() -> None:
     kinds = torch.zeros(32, dtype=torch.int64)
     for rate in (0.9, 0.2):
         for _ in range(150):
-            cells = survival.estimate(margins, kinds).cells
+            cells = expected(survival, margins, kinds).cells
             survival.learn(cells, 5, survive(torch.full((4,), rate), 32))
-        assert survival.estimate(margins, kinds).chances[0, 0] == pytest.approx(rate, abs=0.1)
+        assert expected(survival, margins, kinds).chances[0, 0] == pytest.approx(rate, abs=0.1)
 
 
 def test_surer_drafts_survive_sooner_at_first() -> None:
     margins = torch.tensor([[0.0, 0.2, 1.0, 5.0, 1e9], [float("inf"), float("nan"), 1, 1, 1]])
-    estimate = Survival(5, "cpu").estimate(margins, torch.tensor([0, 1]))
+    estimate = expected(Survival(5, "cpu"), margins, torch.tensor([0, 1]))
     alone = estimate.chances[0] / torch.cat([torch.ones(1), estimate.chances[0, :-1]])
     assert (alone.diff() >= -1e-6).all() and alone[0] > 0.4 and alone[-1] > 0.99
     assert estimate.cells.min() >= 0 and estimate.cells.max() < 2 * 5 * BINS
@@ -105,9 +116,22 @@ def test_a_drafter_that_is_never_right() -> None:
     survival, kinds = Survival(5, "cpu"), torch.zeros(4, dtype=torch.int64)
     for _ in range(60):
         margins = 0.5 * torch.rand(4, 5)
-        survival.learn(survival.estimate(margins, kinds).cells, 2, torch.ones(4).long())
-    sure = survival.estimate(torch.full((4, 5), 9.0), kinds)
-    assert sure.chances.max() < 0.2 and survival.estimate(margins, kinds).chances.max() < 0.1
+        survival.learn(expected(survival, margins, kinds).cells, 2, torch.ones(4).long())
+    sure = expected(survival, torch.full((4, 5), 9.0), kinds)
+    assert sure.chances.max() < 0.2 and expected(survival, margins, kinds).chances.max() < 0.1
+
+
+def test_requests_that_have_ended() -> None:
+    """They get the bonus token's row alone, and what becomes of their drafts is not counted."""
+    survival, margins = Survival(5, "cpu"), torch.full((3, 5), 2.0)
+    kinds = torch.zeros(3, dtype=torch.int64)
+    estimate = expected(survival, margins, kinds, gone=[1])
+    assert Ragged.share(estimate.chances, 9).counts.tolist() == [4, 1, 4]
+    survival.learn(estimate.cells, 6, torch.tensor([1, 6, 1]))
+    alike = Survival(5, "cpu")
+    cells = expected(alike, margins[:2], kinds[:2]).cells
+    alike.learn(cells, 6, torch.tensor([1, 1]))
+    assert torch.equal(survival.rates, alike.rates)
 
 
 def test_all_orders_give_the_same() -> None:
@@ -119,7 +143,7 @@ def test_all_orders_give_the_same() -> None:
     for at in (torch.arange(50), order):
         survival = Survival(15, "cpu")
         for _ in range(5):
-            survival.learn(survival.estimate(margins, kinds).cells[at], 16, lengths[at])
+            survival.learn(expected(survival, margins, kinds).cells[at], 16, lengths[at])
         rates.append(survival.rates)
     assert torch.equal(*rates)
 
@@ -137,11 +161,13 @@ def test_kernels(widest: int, width: int) -> None:
         margins[3, 0], margins[4, 1] = 0.0, float("inf")
         drawn, lengths = torch.randint(0, 2, (9,)), torch.randint(1, width + 1, (9,))
         rows = torch.randint(1, width + 1, (9,)) if number % 2 else width
-        expected = theirs.estimate(margins, drawn)
-        cells, chances = expect(margins.to(device), drawn.to(device), rates, 0.125)
-        assert torch.equal(cells.cpu(), expected.cells)
-        torch.testing.assert_close(chances.cpu(), expected.chances)
-        theirs.learn(expected.cells, rows, lengths)
+        at, ended = torch.randperm(12)[:9], torch.randint(0, 2, (12,)).to(torch.int32)
+        estimate = theirs.estimate(margins, drawn, at, ended)
+        given = (x.to(device) for x in (margins, drawn, at, ended))
+        cells, chances = expect(*given, rates, 0.125)
+        assert torch.equal(cells.cpu(), estimate.cells)
+        torch.testing.assert_close(chances.cpu(), estimate.chances)
+        theirs.learn(estimate.cells, rows, lengths)
         count_and_update(
             *(cells, rows.to(device) if number % 2 else rows, lengths.to(device)),
             *(fresh, counts, rates, guess),

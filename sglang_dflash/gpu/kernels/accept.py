@@ -16,7 +16,11 @@ def _accept(
     bonus_out_ptr,
     lengths_ptr,
     bonus_ptr,
+    ends_ptr,
+    limits_ptr,
+    ended_ptr,
     padding_row,
+    ENDS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_POW2: tl.constexpr,
 ):
@@ -33,7 +37,14 @@ def _accept(
     row = tl.load(rows_ptr + request)
     if row != padding_row:
         tl.store(bonus_ptr + row, tl.maximum(bonus, 0))
-        tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) + accepted + 1)
+        length = tl.load(lengths_ptr + row) + accepted + 1
+        tl.store(lengths_ptr + row, length)
+        committed = tl.load(target_ptr + request * WIDTH + i, mask=i <= accepted, other=-1)
+        over = (length >= tl.load(limits_ptr + row)).to(tl.int32)
+        for end in tl.static_range(ENDS):
+            hit = (i <= accepted) & (committed == tl.load(ends_ptr + row * ENDS + end))
+            over = tl.maximum(over, tl.max(hit.to(tl.int32), axis=0))
+        tl.store(ended_ptr + row, tl.maximum(over, tl.load(ended_ptr + row)))
 
 
 def accept_and_advance(
@@ -42,6 +53,9 @@ def accept_and_advance(
     rows: torch.Tensor,
     lengths: torch.Tensor,
     bonus_tokens: torch.Tensor,
+    ends: torch.Tensor,
+    limits: torch.Tensor,
+    ended: torch.Tensor,
     padding_row: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How much of a round is accepted, and the request state moved on.
@@ -50,7 +64,8 @@ def accept_and_advance(
         target_tokens: [bs, width] int64, contiguous.
         draft_tokens: [bs, width - 1] int64, contiguous.
         rows: [bs] int64; a padding request changes nothing.
-        lengths, bonus_tokens: [rows + 1] int64, the request state, written.
+        lengths, bonus_tokens, ended: [rows + 1] int64 and int32, the request state, written.
+        ends, limits: [rows + 1, ends] and [rows + 1] int64, of the same.
 
     Returns:
         Accept lengths, the bonus token included, and the next bonus tokens, [bs] int64 each.
@@ -65,7 +80,11 @@ def accept_and_advance(
         bonus,
         lengths,
         bonus_tokens,
+        ends,
+        limits,
+        ended,
         padding_row,
+        ENDS=ends.shape[1],
         WIDTH=width,
         WIDTH_POW2=triton.next_power_of_2(width),
         num_warps=1,

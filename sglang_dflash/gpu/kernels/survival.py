@@ -16,6 +16,8 @@ def _multiply(a, b):
 def _expect(
     margins_ptr,
     drawn_ptr,
+    rows_ptr,
+    ended_ptr,
     rates_ptr,
     cells_ptr,
     chances_ptr,
@@ -37,19 +39,26 @@ def _expect(
     bins = tl.minimum(size, BINS - 1).to(tl.int64)
     cell = (tl.load(drawn_ptr + request) * WIDEST + i) * BINS + bins
     rate = tl.load(rates_ptr + cell, mask=inside, other=0.0)
-    tl.store(cells_ptr + request * DRAFTS + i, cell, mask=inside)
+    gone = tl.load(ended_ptr + tl.load(rows_ptr + request)) > 0
+    tl.store(cells_ptr + request * DRAFTS + i, tl.where(gone, -1, cell), mask=inside)
     chance = tl.associative_scan(rate, 0, _multiply)
-    tl.store(chances_ptr + request * DRAFTS + i, chance, mask=inside)
+    tl.store(chances_ptr + request * DRAFTS + i, tl.where(gone, 0.0, chance), mask=inside)
 
 
 def expect(
-    margins: torch.Tensor, drawn: torch.Tensor, rates: torch.Tensor, first: float
+    margins: torch.Tensor,
+    drawn: torch.Tensor,
+    rows: torch.Tensor,
+    ended: torch.Tensor,
+    rates: torch.Tensor,
+    first: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cells and chances of drafts, as in `Estimate`.
 
     Args:
         margins: [bs, drafts] float32, contiguous.
-        drawn: [bs] int64, 0 or 1.
+        drawn, rows: [bs] int64; the first 0 or 1.
+        ended: by row, int32.
         rates: [2, widest, bins] float32.
         first: margin at which the second bin's half of a doubling begins to count.
     """
@@ -59,6 +68,8 @@ def expect(
     _expect[(requests,)](
         margins,
         drawn,
+        rows,
+        ended,
         rates,
         cells,
         chances,
@@ -91,7 +102,8 @@ def _count(
     if RAGGED:
         rows = tl.load(rows_ptr + request)
     tried = (i < DRAFTS) & (i < length) & (i < rows - 1)
-    cell = tl.load(cells_ptr + request * DRAFTS + i, mask=tried, other=0)
+    cell = tl.load(cells_ptr + request * DRAFTS + i, mask=tried, other=-1)
+    tried &= cell >= 0
     tl.atomic_add(fresh_ptr + cell, 1.0, mask=tried)
     tl.atomic_add(fresh_ptr + SIZE + cell, 1.0, mask=tried & (i < length - 1))
 
