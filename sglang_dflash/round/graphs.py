@@ -17,7 +17,7 @@ from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.drawing.sampling import Sampling, rows_of
+from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
@@ -207,20 +207,14 @@ class RoundGraphs:
 
     def propose(self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
         """The first stage of a round over the requests at `rows` ([bs] int64)."""
-        self._tell_who_draws(len(rows), sampling)
         batch_size, graphs = len(rows), self._graphs[key]
+        if self.survival is not None:
+            tell_who_draws(self.drawn[:batch_size], sampling)
         self.rows[:batch_size].copy_(rows)
         if key.bucket > batch_size:
             self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
         graphs.propose.replay()
         return graphs.drafted.first(batch_size)
-
-    def _tell_who_draws(self, batch_size: int, sampling: Sampling | None) -> None:
-        if self.survival is None:
-            return
-        drawn = self.drawn[:batch_size].zero_()
-        if sampling is not None:
-            drawn[rows_of(sampling.drawing, 1, drawn.device)] = 1
 
     def times(self) -> tuple[dict[int, tuple[Staircase, Staircase]], bool]:
         """By width: what the first stage takes, and what the others do, by requests; and whether it was quiet."""

@@ -53,7 +53,7 @@ class RequestState:
         """
         self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)
         self.lengths[rows] = lengths
-        self.ended[rows] = 0
+        self.ended.index_fill_(0, rows, 0)  # `[rows] = 0` would wait for the device
         if ends is not None:
             tokens, limits = ends.to(rows.device, non_blocking=True).split([ENDS, 1], dim=1)
             self.ends[rows], self.limits[rows] = tokens, limits[:, 0]

@@ -80,7 +80,7 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
         table[rows, columns] = slots.to(table.dtype)
     if cut.total:
         rows, columns, _ = cut.tensors(table.device)
-        table[rows, columns] = 0
+        table[rows, columns] = torch.zeros_like(columns, dtype=table.dtype)  # 0 alone would wait
 
 
 class _Spans:

@@ -18,7 +18,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import row_sizes
@@ -101,8 +101,7 @@ class EagerRounds:
         drafts = propose(self.parts.draft, round)
         if drafts.margins is not None:
             drawn = torch.zeros_like(rows)
-            if sampling is not None:
-                drawn[sampling.drawing] = 1
+            tell_who_draws(drawn, sampling)
             ended = self.parts.state.ended
             estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
         return Proposed(round, drafts.tokens, estimate)

@@ -1,0 +1,61 @@
+"""What is written for every round or prompt makes the host wait for no device.
+
+`x[i] = 0` with index tensors does: PyTorch copies the number to the device first, and waits for everything before it.
+That is seen on a CPU, too, where the number arrives as a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_dflash.drawing.sampling import tell_who_draws
+from sglang_dflash.round.state import ENDS, RequestState
+from sglang_dflash.scheduler.reserve import reserve
+from tests.unit.test_reserve import WIDTH, admit, world
+
+
+class NoWaits(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ):
+        if func.overloadpacket in (torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
+            assert args[2].dim() > 0, "a number is written by index tensors"
+        assert func.overloadpacket is not torch.ops.aten._local_scalar_dense, "a number is read"
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_sees_what_waits() -> None:
+    x, at = torch.zeros(4), torch.tensor([1, 2])
+    for wait in (lambda: x.__setitem__(at, 0), lambda: x[1].item()):
+        with pytest.raises(AssertionError, match="a number is"), NoWaits():
+            wait()
+
+
+def test_state() -> None:
+    state, rows = RequestState(4, "cpu"), torch.tensor([2, 0])
+    ends = torch.full((2, ENDS + 1), 7)
+    with NoWaits():
+        state.start(rows, torch.tensor([3, 4]), torch.tensor([5, 6]), ends)
+        state.advance(rows, torch.ones(2, 3), torch.tensor([1, 2]), torch.tensor([8, 9]))
+    assert state.lengths.tolist() == [8, 0, 6, 0, 0]
+
+
+@pytest.mark.parametrize("who", [[0, 1, 2], [0, 2], [1]])
+def test_who_draws(who: list[int]) -> None:
+    drawn = torch.full((3,), 5)
+    with NoWaits():
+        tell_who_draws(drawn, SimpleNamespace(drawing=who))
+    assert drawn.tolist() == [int(i in who) for i in range(3)]
+
+
+def test_reservations_up_to_the_limit() -> None:
+    batch = world(1)
+    admit(batch, prompt=9, limit=4)
+    with NoWaits():
+        reserve(batch, WIDTH)
+    assert batch.req_to_token_pool.req_to_token[0, 9 + WIDTH - 1] == 0
