@@ -20,8 +20,8 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# Set, rounds are launched as soon as the result before them is there; to compare with.
-AT_ONCE = "SGLANG_DFLASH_LAUNCH_AT_ONCE"
+# Set, rounds are launched when they are due; else as soon as the result before them is there. Not shown to pay yet.
+WHEN_DUE = "SGLANG_DFLASH_LAUNCH_WHEN_DUE"
 
 _SPARE = 0.0004  # seconds by which a launch is over before it must be
 _LATE = 16  # launches of which the longest but one is expected of the next
@@ -105,7 +105,7 @@ class Pace:
 
 
 class NoPace:
-    """Where nothing runs ahead, or another rank rests for all."""
+    """Where rounds are launched as soon as they can be, or another rank rests for all."""
 
     launch_seconds = 0.0
 
@@ -120,6 +120,6 @@ class NoPace:
 
 def pace_of(args: ServerArgs, tp_rank: int) -> Pace | NoPace:
     """Of one scheduler. The other ranks of a group wait for what the first one receives."""
-    if args.device != "cuda" or tp_rank or os.environ.get(AT_ONCE):
-        return NoPace()
-    return Pace(lambda: torch.cuda.Event(enable_timing=True))
+    if os.environ.get(WHEN_DUE) and args.device == "cuda" and not tp_rank:
+        return Pace(lambda: torch.cuda.Event(enable_timing=True))
+    return NoPace()

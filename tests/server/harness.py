@@ -1,7 +1,7 @@
 """A real server process, and a client that asks it.
 
 Everything that depends on the machine is in this file: `DFLASH_TEST_DEVICE` (cpu or cuda), on a GPU
-`DFLASH_TEST_DTYPE` (bfloat16 or float32), and `DFLASH_TEST_WORKERS` (names in WORKERS, separated by commas)
+`DFLASH_TEST_DTYPE` (bfloat16 or float16), and `DFLASH_TEST_WORKERS` (names in WORKERS, separated by commas)
 choose what the tests run on.
 """
 
@@ -37,7 +37,7 @@ _MACHINE = {
     # float32 on one thread: every result is exact whatever the batch, so equality means equality.
     "cpu": ("--device cpu --attention-backend torch_native --dtype float32".split(), 20000),
     "cuda": (
-        f"--attention-backend {'triton' if DTYPE == 'float32' else 'fa3'} --dtype {DTYPE} --mem-fraction-static 0.3 "
+        f"--attention-backend fa3 --dtype {DTYPE} --mem-fraction-static 0.3 "
         # Else drafts are tried as far as they pay there, and accept lengths differ from a CPU's.
         "--disable-piecewise-cuda-graph --speculative-dflash-verify all".split(),
         20000,
@@ -45,8 +45,7 @@ _MACHINE = {
 }
 _ENVIRONMENT = {
     "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
-    # Else the release's attention by Triton would round float32 to TF32.
-    "cuda": {"FLASHINFER_DISABLE_VERSION_CHECK": "1", "TRITON_F32_DEFAULT": "ieee"},
+    "cuda": {"FLASHINFER_DISABLE_VERSION_CHECK": "1"},
 }
 WORKERS = {
     "v1": {},
@@ -65,10 +64,6 @@ def in_long(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-in_float32 = pytest.mark.skipif(
-    DTYPE != "float32",
-    reason=f"log-probabilities and hidden states in {DTYPE} depend on the batch: set DFLASH_TEST_DTYPE=float32",
-)
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
 

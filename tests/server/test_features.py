@@ -12,14 +12,14 @@ import pytest
 
 from tests.server.checks import assert_speculated
 from tests.server.features import GREEDY, REFUSED, Feature, Prompt, comparable
-from tests.server.harness import CHOSEN_WORKERS, ROOT, Server, in_float32, prompts_of
+from tests.server.harness import CHOSEN_WORKERS, DEVICE, DTYPE, ROOT, Server, prompts_of
 
-pytestmark = in_float32
 TABLE = ROOT / "docs" / "features.md"
 # 200 prompts a feature take minutes; the figure is in the table's foreword when they were asked.
 PROMPTS = prompts_of(5)
 AT_ONCE = 12  # as many as the server takes together, but for some that come when others leave
-TOLERANCE = 1e-3  # log-probabilities and hidden states of rows that ran together or alone
+# Of log-probabilities and hidden states of rows that ran together or alone.
+TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}[DTYPE]
 
 OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
 
@@ -51,12 +51,15 @@ def expected(feature: Feature, plain: Server, asked: list[Prompt]) -> list[Any]:
 
 @pytest.mark.parametrize("feature", GREEDY, ids=lambda f: f"{f.group}-{f.name}")
 def test_equal(
-    feature: Feature, dflash: Server, asked: list[Prompt], expected: list[Any], request
+    feature: Feature,
+    dflash: Server,
+    plain: Server,
+    asked: list[Prompt],
+    expected: list[Any],
+    request,
 ) -> None:
     got = answers(dflash, feature, asked)
-    for mine, plain in zip(got, expected, strict=True):
-        assert not isinstance(plain, str), plain
-        assert_equal(comparable(mine), comparable(plain))
+    assert_as_plain(feature, got, expected, plain, asked)
     if feature.speculates and feature.path == "/generate":
         last = got[0][-1] if isinstance(got[0], list) else got[0]
         assert_speculated(last)
@@ -75,6 +78,20 @@ def test_refused(feature: Feature, dflash: Server, asked: list[Prompt], request)
 def note(feature: Feature, request: pytest.FixtureRequest, outcome: str) -> None:
     worker = request.node.callspec.params["dflash"]
     OUTCOMES.setdefault((feature.group, feature.name), {})[worker] = outcome
+
+
+def assert_as_plain(
+    feature: Feature, got: list[Any], expected: list[Any], plain: Server, asked: list[Prompt]
+) -> None:
+    """What plain decoding answered; on a GPU, where that depends on the batch, it may be what it answers alone."""
+    for mine, its, prompt in zip(got, expected, asked, strict=False):
+        assert not isinstance(its, str), its
+        try:
+            assert_equal(comparable(mine), comparable(its), feature.name)
+        except AssertionError:
+            if DEVICE == "cpu":
+                raise
+            assert_equal(comparable(mine), comparable(feature.ask(plain, prompt)), feature.name)
 
 
 def assert_equal(mine: Any, plain: Any, path: str = "answer") -> None:

@@ -10,10 +10,10 @@ import pytest
 from tests.server import harness
 from tests.server.checks import accept_length, assert_same, counted
 from tests.server.conftest import COMMON, VARIANTS
-from tests.server.features import GREEDY, Prompt, comparable
-from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_float32, in_long, running
+from tests.server.features import GREEDY, Prompt
+from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_long, running
 from tests.server.riders import RIDERS, SHORT, decoding, ran
-from tests.server.test_features import answers, assert_equal
+from tests.server.test_features import answers, assert_as_plain
 
 LAUNCHER = ("tests.server.eager_passes",) if DEVICE == "cpu" else harness.LAUNCHER
 ARGUMENTS = (
@@ -111,7 +111,6 @@ def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -
         server.check_idle()
 
 
-@in_float32
 @pytest.mark.parametrize("worker", in_long(*CHOSEN_WORKERS))
 def test_every_feature(
     worker: str, logs: Path, plain: Server, problems: list[dict], prompts: list[str], tokenizer
@@ -125,8 +124,7 @@ def test_every_feature(
     with running(log, *arguments, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
         for feature in GREEDY:
             got, expected = answers(server, feature, asked), answers(plain, feature, asked)
-            for mine, its in zip(got, expected, strict=True):
-                assert_equal(comparable(mine), comparable(its), feature.name)
+            assert_as_plain(feature, got, expected, plain, asked)
         server.check_idle()
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.scheduler.pace import _SPARE, AT_ONCE, NoPace, Pace, pace_of
+from sglang_dflash.scheduler.pace import _SPARE, WHEN_DUE, NoPace, Pace, pace_of
 
 
 class Machine:
@@ -103,7 +103,8 @@ def test_what_was_not_timed_is_not_waited_for() -> None:
 
 def test_who_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = SimpleNamespace(device="cuda"), SimpleNamespace(device="cpu")
+    monkeypatch.delenv(WHEN_DUE, raising=False)
+    assert isinstance(pace_of(cuda, 0), NoPace)
+    monkeypatch.setenv(WHEN_DUE, "1")
     assert isinstance(pace_of(cuda, 0), Pace)
     assert isinstance(pace_of(cuda, 1), NoPace) and isinstance(pace_of(cpu, 0), NoPace)
-    monkeypatch.setenv(AT_ONCE, "1")
-    assert isinstance(pace_of(cuda, 0), NoPace)
