@@ -60,9 +60,9 @@ def markdown(lines: Sequence[dict], rejected: Path, survival: list[float] | None
 def _group(key: tuple, group: list[dict], survival: list[float] | None) -> list[str]:
     run, shape, block_size, new_tokens = key
     found = tables.cells(group)
-    gpu = group[0]["provenance"]["gpu"].get("name", "CPU")
-    targets = tables.has_targets(shape, block_size, gpu)
-    parts = [f"## {gpu}, {shape}, block {block_size}, {run[:10]}\n", _conditions(group)]
+    gpus = tables.gpus(group)
+    targets = tables.has_targets(shape, block_size, gpus)
+    parts = [f"## {gpus}, {shape}, block {block_size}, {run[:10]}\n", _conditions(group)]
     parts += _section("Rounds per second", "", tables.rates_table(found))
     parts += _section("Ratios", "", tables.ratios_table(found, targets))
     parts += _section("Idle GPU", _IDLE, tables.idle_table(found, targets))

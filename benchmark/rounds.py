@@ -139,9 +139,9 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
 def print_tables(lines: list[dict], survival: list[float] | None) -> None:
     for (run, shape, block_size, new_tokens), group in tables.groups(lines).items():
         found = tables.cells(group)
-        gpu = group[0]["provenance"]["gpu"].get("name", "CPU")
-        targets = tables.has_targets(shape, block_size, gpu)
-        print(f"\n{gpu}, {shape}, block {block_size}, {new_tokens} new tokens, run {run}")
+        gpus = tables.gpus(group)
+        targets = tables.has_targets(shape, block_size, gpus)
+        print(f"\n{gpus}, {shape}, block {block_size}, {new_tokens} new tokens, run {run}")
         parts = [tables.rates_table(found), tables.ratios_table(found, targets)]
         parts.append(tables.idle_table(found, targets))
         survival_here = survival or group[0].get("simulated_acceptance")

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmark.servers import OWN
 
 # What v2 must reach on an H200 with the shape and block size below: at concurrency 1, 8 and 32.
-TARGET_SHAPE, TARGET_BLOCK = "qwen3-8b", 16
+TARGET_SHAPE, TARGET_BLOCK, TARGET_GPU = "qwen3-8b", 16, "NVIDIA H200"
 OVER_V1 = {1: 1.20, 8: 1.20, 32: 1.05}
 OVER_PEER = {1: 1.15, 8: 1.15, 32: 1.10}
 IDLE_SHARE = {1: 0.05, 8: 0.04, 32: 0.02}
@@ -153,8 +153,16 @@ def _rate(found: Cells, system: str, concurrency: int) -> float | None:
     return cell and cell.median("rounds_per_s")
 
 
-def has_targets(shape: str, block_size: int, gpu: str) -> bool:
-    return shape == TARGET_SHAPE and block_size == TARGET_BLOCK and "H200" in gpu
+def gpus(group: Sequence[dict]) -> str:
+    """What a run had: `NVIDIA H200`, `2 × NVIDIA H200`, or `CPU`."""
+    origin = group[0]["provenance"]
+    name, count = origin["gpu"].get("name", "CPU"), origin["machine"]["gpus_used"]
+    return f"{count} × {name}" if count > 1 else name
+
+
+def has_targets(shape: str, block_size: int, gpus: str) -> bool:
+    """Whether there are targets for this; they are about one GPU."""
+    return shape == TARGET_SHAPE and block_size == TARGET_BLOCK and gpus == TARGET_GPU
 
 
 def _against(value: float | None, target: float | None, form: str, least: bool) -> str:

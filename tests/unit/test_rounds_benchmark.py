@@ -232,3 +232,10 @@ def test_peers_see_their_own_python_path_only(tmp_path: Path, monkeypatch: pytes
 def test_peers_that_cannot_be_are_refused(given: str):
     with pytest.raises(ValueError):
         servers.peer_system(given, {}, [])
+
+
+def test_runs_on_several_gpus_say_so() -> None:
+    machine = {"gpu": {"name": "NVIDIA H200"}, "machine": {"gpus_used": 2}}
+    assert tables.gpus([{"provenance": machine}]) == "2 × NVIDIA H200"
+    assert not tables.has_targets("qwen3-8b", 16, "2 × NVIDIA H200")
+    assert tables.has_targets("qwen3-8b", 16, "NVIDIA H200")
