@@ -84,6 +84,14 @@ def test_prompts_take_rows() -> None:
     assert plans.plan(100, prompt_rows=600).rows(100) == 100
 
 
+def test_more_requests_than_a_graph_holds() -> None:
+    """They run kernel by kernel, and all rows are verified, whatever is expected of them."""
+    plans = BestRows(WIDTH, costs(0.02))
+    plans.note(chances(0.0))
+    assert plans.next(128).reason == PLAIN
+    assert plans.next(129).reason == WHOLE and plans.plan(129, prompt_rows=64).rows(129) == 2064
+
+
 def test_probes() -> None:
     """While nothing is drafted, few drafts are tried now and then, and rarely at last."""
     plans = BestRows(WIDTH, costs(0.02))
