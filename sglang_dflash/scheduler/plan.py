@@ -185,7 +185,9 @@ class BestRows(WholeBlocks):
 
     def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
         whole, sizes = requests * self._width, self._costs.ragged.sizes
-        if requests > self._costs.whole.sizes[-1]:  # no graph holds them: kernel by kernel, all rows
+        if (
+            requests > self._costs.whole.sizes[-1]
+        ):  # no graph holds them: kernel by kernel, all rows
             return [self._plan]
         plans = []
         if not prompt_rows or whole + prompt_rows <= sizes[-1]:
