@@ -12,6 +12,7 @@ from sglang_dflash.checkpoint.formats.weights import check_weights
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.target_class import check_model
 from sglang_dflash.errors import DFlashError, end_with_the_sentence
+from sglang_dflash.serving.places import check_places
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -71,6 +72,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     """
     end_with_the_sentence()
     _refuse_unsupported(args)
+    check_places(args)
     if not args.speculative_draft_model_path:
         raise DFlashError(
             "--speculative-algorithm DFLASH needs --speculative-draft-model-path: give the folder of a DFlash "

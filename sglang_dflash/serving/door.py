@@ -85,6 +85,12 @@ def _check_operation(path: str, server_args: Any) -> None:
     for ending, (name, flag) in _NEEDED.items():
         if path.endswith(ending) and not getattr(server_args, name):
             raise DFlashError(f"{path} needs {flag}: start the server with it.")
+    if path == "/open_session" and server_args.dp_size > 1:
+        # Each replica would answer, which ends the release's server; and a next turn may go to another one.
+        raise DFlashError(
+            f"/open_session is not supported with --dp-size {server_args.dp_size}, whose replicas share no sessions: "
+            "send each turn with all that was said before, or start a server for each replica."
+        )
 
 
 def _check_type(content_type: str) -> None:
