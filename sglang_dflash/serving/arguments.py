@@ -152,9 +152,8 @@ def _refuse_unsupported(args: ServerArgs) -> None:
     for field, off, why in _UNSUPPORTED:
         value = getattr(args, field, off[0])
         if value not in off:
-            raise DFlashError(
-                f"--{field.replace('_', '-')} {value} is not supported with DFLASH ({why}): leave it out."
-            )
+            given = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise DFlashError(f"{given} is not supported with DFLASH ({why}): leave it out.")
     if not args.quantization and args.speculative_draft_model_quantization:
         raise DFlashError(
             f"--speculative-draft-model-quantization {args.speculative_draft_model_quantization} is not supported "

@@ -20,9 +20,7 @@ def check_places(args: ServerArgs) -> None:
     """
     for flag in ("tp_size", "dp_size", "nnodes"):
         if (value := getattr(args, flag)) < 1:
-            raise DFlashError(
-                f"--{flag.replace('_', '-')} {value} is not a number of parts: give 1 or more."
-            )
+            raise DFlashError(f"--{flag.replace('_', '-')} {value} is below 1: give 1 or more.")
     _check_nodes(args)
     if args.device == "cuda":
         check_gpus(args, torch.cuda.device_count())

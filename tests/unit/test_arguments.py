@@ -105,10 +105,13 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
     [
         ({"pp_size": 2}, "--pp-size 2"),
         ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"lora_paths": ["a=b"]}, "--lora-paths"),
+        ({"enable_lora": True}, "--enable-lora is not supported with DFLASH"),
+        ({"lora_paths": ["a=b"]}, "--lora-paths ['a=b'] is not supported with DFLASH"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        (
+            {"enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache is not supported with DFLASH",
+        ),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_double_sparsity": True}, "--enable-double-sparsity"),
