@@ -21,10 +21,12 @@ from typing import Protocol
 # modules were imported, so a server that differs in one of those imports for itself.
 READ_LATE = {
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_DFLASH_RANDOM_WIDTHS",
     "SGLANG_ENABLE_DFLASH_SPEC_V2",
     "SGLANG_ENABLE_SPEC_V2",
     "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR",
+    "SGLANG_NCCL_SO_PATH",
     "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS",
     "SGLANG_REQ_RUNNING_TIMEOUT",
     "SGLANG_REQ_WAITING_TIMEOUT",
