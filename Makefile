@@ -19,6 +19,8 @@ TRAIN ?=
 TO    ?=
 # Options of `make serving`, likewise.
 SERVING ?=
+# Where `make wheels` writes them.
+DIST  ?= dist
 
 # --- where and with what ------------------------------------------------------------------------
 BUILD ?= build
@@ -63,7 +65,7 @@ ASK     = curl -s localhost:$(PORT)/v1/chat/completions -H 'Content-Type: applic
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev serve serve-plain test test-quick test-long test-gpu losslessness sweep serving lint fetch apply unapply refresh check-patches \
-	rebase lock tiny-pair inflate clean python
+	rebase lock wheels tiny-pair inflate clean python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -156,6 +158,12 @@ rebase: python ## try the series on another release: make rebase TO=0.5.11
 
 lock: setup ## resolve requirements/*.in again and write the locks
 	@$(PYTHON) -m requirements.lock --uv $(BUILD)/bootstrap/bin/uv
+
+wheels: setup ## write the patched SGLang and the overlay as two wheels to DIST; docs/scale.md
+	@rm -rf build/lib && mkdir -p $(DIST) && rm -f $(DIST)/sglang*.whl
+	@cp "$$($(BUILD)/bootstrap/bin/python -m patches --build $(BUILD) pack)" $(DIST)
+	@$(BUILD)/bootstrap/bin/uv build --quiet --wheel --no-build-isolation --offline --python $(BIN)/python --out-dir $(DIST)
+	@ls $(DIST)/*.whl
 
 tiny-pair: setup ## train the bundled pair again, into OUT (checkpoints/tiny); options of its trainer are TRAIN, as TRAIN=--help
 	@$(BIN)/python -m checkpoints.trainer --out $(OUT) $(TRAIN)
