@@ -29,6 +29,7 @@ from tests.server.harness import (
 from tests.server.processes import start
 
 LONG = {"max_new_tokens": 600, "ignore_eos": True}
+LONGER = {"max_new_tokens": 1900, "ignore_eos": True}
 # Workers are asked each second, and what two answers say is so.
 CHECKS = "--health-check-interval-secs 1 --health-failure-threshold 2 --health-success-threshold 1"
 
@@ -87,6 +88,14 @@ def rounds(server: Server) -> float:
     return counted(server)["rounds_total", ""]
 
 
+def is_whole(stream: Iterator[dict]) -> bool:
+    """Whether an answer comes to its end."""
+    try:
+        return list(stream)[-1]["meta_info"]["finish_reason"] is not None
+    except requests.RequestException:
+        return False
+
+
 def test_answers(routed: Routed, plain: Server, prompts: list[str]) -> None:
     """Those of plain decoding, streamed or not; both servers took requests."""
     before = [rounds(server) for server in routed.servers]
@@ -108,7 +117,7 @@ def test_refusal(routed: Routed, prompts: list[str]) -> None:
 
 
 def test_a_client_goes_away(routed: Routed, prompts: list[str]) -> None:
-    body = generate_body(prompts[0], max_new_tokens=1900, ignore_eos=True) | {"stream": True}
+    body = generate_body(prompts[0], **LONGER) | {"stream": True}
     with routed.router.post("/generate", body, stream=True) as response:
         next(events(response))
         assert sum(server.load()["num_reqs"] for server in routed.servers) == 1
@@ -117,15 +126,19 @@ def test_a_client_goes_away(routed: Routed, prompts: list[str]) -> None:
 
 
 def test_one_dies_and_comes_back(routed: Routed, plain: Server, prompts: list[str]) -> None:
-    """What it was answering in one piece is asked of the other server."""
+    """What it was answering in one piece is asked of the other server; a stream that has begun breaks off."""
     asked = prompts[:4]
+    streams = [routed.router.stream(prompt, **LONGER) for prompt in asked[:2]]
+    for stream in streams:
+        next(stream)
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(routed.router.generate, prompt, **LONG) for prompt in asked]
-        while not all(server.load()["num_reqs"] for server in routed.servers):
+        while any(server.load()["num_reqs"] < 2 for server in routed.servers):
             assert not any(answer.done() for answer in answers), "it must die with requests"
         os.killpg(routed.servers[1].process.pid, signal.SIGKILL)
         for prompt, answer in zip(asked, answers, strict=True):
             assert_same(answer.result(), plain.reference(prompt, **LONG), plain, prompt)
+    assert sorted(is_whole(stream) for stream in streams) == [False, True]
     wait_for_healthy(routed.router, 1)
     for prompt in asked:
         assert routed.router.generate(prompt, max_new_tokens=8)["output_ids"]
