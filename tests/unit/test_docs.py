@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 PAGES.append("checkpoints/tiny/README.md")
-ENDINGS = "py|md|json|jsonl|toml|lock|in|png|patch|txt"
-FOLDERS = "benchmark checkpoints docs patches requirements sglang_dflash tests".split()
+ENDINGS = "py|md|json|jsonl|toml|lock|in|png|patch|txt|yaml"
+FOLDERS = "benchmark checkpoints deploy docs patches requirements sglang_dflash tests".split()
 
 
 @cache
