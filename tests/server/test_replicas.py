@@ -179,7 +179,7 @@ def test_sigterm(logs: Path, plain: Server, prompts: list[str]) -> None:
 
 
 def test_a_replica_is_killed(logs: Path, prompts: list[str]) -> None:
-    """The server ends, with a sentence that says why; in the release its requests would wait for ever."""
+    """The server ends, with a sentence that says why; the release goes on without it."""
     with running(logs / "replicas-killed.log", *ARGUMENTS, worker=SECOND) as server:
         with server.post(
             "/generate", on("0", prompts[0], **LONG) | {"stream": True}, stream=True
