@@ -20,6 +20,7 @@ from tests.server.harness import (
     CHOSEN_WORKERS,
     DEVICE,
     DFLASH,
+    EACH_WAY,
     Server,
     events,
     fails_to_start,
@@ -178,9 +179,11 @@ def test_sigterm(logs: Path, plain: Server, prompts: list[str]) -> None:
         assert ended(server) == 0
 
 
-def test_a_replica_is_killed(logs: Path, prompts: list[str]) -> None:
+@pytest.mark.parametrize("by_itself", EACH_WAY)
+def test_a_replica_is_killed(logs: Path, prompts: list[str], by_itself: bool) -> None:
     """The server ends, with a sentence that says why; the release goes on without it."""
-    with running(logs / "replicas-killed.log", *ARGUMENTS, worker=SECOND) as server:
+    log = logs / f"replicas-killed-{by_itself}.log"
+    with running(log, *ARGUMENTS, worker=SECOND, by_itself=by_itself) as server:
         with server.post(
             "/generate", on("0", prompts[0], **LONG) | {"stream": True}, stream=True
         ) as response:
