@@ -53,7 +53,9 @@ def accept_round(
 ) -> Accepted:
     """`accept`, and the state of the requests at `rows` ([bs] int64) moved on; on a GPU in one launch."""
     if rows.is_cuda:
-        lengths, bonus_tokens = accept_and_advance(target_tokens, draft_tokens, rows, **vars(state))
+        lengths, bonus_tokens = accept_and_advance(
+            target_tokens, draft_tokens, rows, *state.moved_by_rounds
+        )
         return Accepted(target_tokens, lengths, bonus_tokens)
     accepted = accept(target_tokens, draft_tokens)
     state.advance(rows, target_tokens, accepted.lengths, accepted.bonus_tokens)

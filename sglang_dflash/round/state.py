@@ -39,6 +39,12 @@ class RequestState:
         self.ended = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.padding_row = rows
 
+    @property
+    def moved_by_rounds(self) -> tuple[torch.Tensor | int, ...]:
+        """What `accept_and_advance` reads and writes, in its order."""
+        state = (self.lengths, self.bonus_tokens, self.ends, self.limits, self.ended)
+        return (*state, self.padding_row)
+
     def start(
         self,
         rows: torch.Tensor,

@@ -98,7 +98,7 @@ def test_accept(width: int) -> None:
         state = RequestState(7, DEVICE)
         state.lengths += torch.arange(8, device=DEVICE) * 10
         before = state.lengths.clone()
-        lengths, bonus = accept_and_advance(target, draft, rows, **vars(state))
+        lengths, bonus = accept_and_advance(target, draft, rows, *state.moved_by_rounds)
         expected = accept(target, draft)
         assert torch.equal(lengths, expected.lengths)
         assert torch.equal(bonus, expected.bonus_tokens)
@@ -125,7 +125,9 @@ def test_ends() -> None:
     for _ in range(8):
         target = torch.randint(0, 9, (requests, width), device=DEVICE)
         draft = torch.where(torch.rand(requests, width - 1, device=DEVICE) < 0.5, target[:, :-1], 9)
-        lengths, _ = accept_and_advance(target, draft.contiguous(), rows, **vars(states[0]))
+        lengths, _ = accept_and_advance(
+            target, draft.contiguous(), rows, *states[0].moved_by_rounds
+        )
         accepted = accept(target, draft)
         states[1].advance(rows, target, lengths, accepted.bonus_tokens)
         assert torch.equal(states[0].ended, states[1].ended)
@@ -141,7 +143,7 @@ def test_accept_of_nan() -> None:
     draft = torch.tensor([[5, 6]] * 3, device=DEVICE)
     rows = torch.arange(3, device=DEVICE)
     states = [RequestState(3, DEVICE) for _ in range(2)]
-    lengths, _ = accept_and_advance(target, draft, rows, **vars(states[0]))
+    lengths, _ = accept_and_advance(target, draft, rows, *states[0].moved_by_rounds)
     expected = accept(target, draft)
     states[1].advance(rows, target, expected.lengths, expected.bonus_tokens)
     assert lengths.tolist() == expected.lengths.tolist() == [2, 1, 3]
