@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # Classes that have no method to capture hidden states, and whether what their decoder layers return is still to be
 # summed. Some return a residual that is in the hidden states already: no signature tells, so each class is listed
-# when a test has compared its taps with those of transformers.
+# when a test has compared its taps with those of transformers. Qwen2.5-VL's has the method, but that keeps no
+# embeddings of pictures, and to those that the batch has later layers add in place on a GPU.
 SUMS_LATER = {
     "ArceeForCausalLM": True,
     "Cohere2ForCausalLM": False,
@@ -30,9 +31,31 @@ SUMS_LATER = {
     "Olmo2ForCausalLM": False,
     "OlmoForCausalLM": False,
     "OlmoeForCausalLM": True,
+    "Qwen2_5_VLForConditionalGeneration": True,
+    "Qwen3VLForConditionalGeneration": True,
+    "Qwen3VLMoeForConditionalGeneration": True,
     "StableLmForCausalLM": False,
     "Starcoder2ForCausalLM": False,
 }
+
+# Classes that put pictures into a language model's prompts. The method to capture hidden states tells nothing of them:
+# of several that have it, layers, embedding or head are where nobody looks.
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+
+
+def is_wrapper(model_class: type[nn.Module]) -> bool:
+    """Whether it is one of the multimodal classes that DFLASH runs."""
+    return model_class.__name__ in WRAPPERS
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """What has layers, embedding, head and logits processor of a target: some wrappers keep it as a whole."""
+    return getattr(model, "language_model", model)
 
 
 def captures_itself(model_class: type[nn.Module]) -> bool:
@@ -51,18 +74,22 @@ def check_model(config: DraftConfig, target: ModelConfig, path: str, flag: str) 
     """
     from sglang.srt.model_loader.utils import get_model_architecture
 
-    if target.is_multimodal:
+    model_class = get_model_architecture(target)[0]
+    # The release runs some of these without their pictures, and then calls them text models.
+    has_text_part = target.hf_config is not target.hf_text_config
+    if (target.is_multimodal or has_text_part) and not is_wrapper(model_class):
         raise DFlashError(
-            f"{flag} {path} is multimodal, which is not supported with DFLASH: use a text model."
+            f"{flag} {path} runs as {model_class.__name__}, which wraps a language model in a way that DFLASH does not "
+            "know: use a multimodal target of docs/targets.md, as Qwen3-VL, or a text model."
         )
     check_target(config, target.hf_text_config, target.vocab_size)
-    check_class(get_model_architecture(target)[0], path, flag)
+    check_class(model_class, path, flag)
 
 
 def check_class(model_class: type[nn.Module], path: str, flag: str) -> None:
     """Raises `DFlashError` if hidden states of such a target cannot be tapped."""
     name = model_class.__name__
-    if not captures_itself(model_class) and name not in SUMS_LATER:
+    if not captures_itself(model_class) and name not in SUMS_LATER and name not in WRAPPERS:
         raise DFlashError(
             f"{flag} {path} runs as {name}, whose hidden states DFLASH cannot tap: use a target of an architecture in "
             "docs/targets.md, as Qwen3, Llama or Gemma 3."

@@ -13,6 +13,7 @@ from sglang.srt.server_args import set_global_server_args_for_scheduler
 from sglang_dflash.checkpoint.formats.zlab import ARCHITECTURE
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.release_folder import release_folder
+from sglang_dflash.checkpoint.target_class import language_model
 from sglang_dflash.drafter.model import DFlashDraftModel
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def load_draft_model(
     finally:
         # A model runner makes its own arguments the process's; the scheduler needs the user's.
         set_global_server_args_for_scheduler(server_args)
-    draft.model.finish_loading(target.model)
+    draft.model.finish_loading(language_model(target.model))
     return draft
 
 

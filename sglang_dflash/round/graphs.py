@@ -309,7 +309,17 @@ class RoundGraphs:
         )
         bounds = torch.full((key.bucket,), parts.context_len, dtype=torch.int64)
         bonus_tokens = tokens[:: key.width]
-        round = Round(rows, key.width, start, bounds, bonus_tokens, positions, slots, tokens=tokens)
+        round = Round(
+            rows=rows,
+            width=key.width,
+            start=start,
+            start_bounds=bounds,
+            bonus_tokens=bonus_tokens,
+            positions=positions,
+            slots=slots,
+            tokens=tokens,
+            rope_deltas=parts.state.rope_deltas_of(rows),
+        )
         if key.width > 1:  # else nothing is drafted
             draft.prepare()
         drafts, estimate = propose(draft, round), None

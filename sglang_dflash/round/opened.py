@@ -11,7 +11,9 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import nn
 
+from sglang_dflash.checkpoint.target_class import is_wrapper
 from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.round.state import RequestState
 from sglang_dflash.round.verify_input import DFlashVerifyInput
@@ -34,6 +36,7 @@ class Round:
             row that has none.
         cut: whether a row may have no slot.
         tokens: [bs * width] int64, what the draft model reads, if it was made with the rest.
+        rope_deltas: [bs] int64, see `RequestState`; None for a target without M-RoPE.
     """
 
     rows: torch.Tensor
@@ -45,6 +48,7 @@ class Round:
     slots: torch.Tensor
     cut: bool = True
     tokens: torch.Tensor | None = None
+    rope_deltas: torch.Tensor | None = None
 
     @classmethod
     def open(
@@ -75,7 +79,13 @@ class Round:
             positions=columns.clamp(max=context_len - 1).flatten(),
             slots=torch.where(padding, 0, slots).flatten(),
             cut=cut,
+            rope_deltas=state.rope_deltas_of(rows),
         )
+
+    @property
+    def rope_positions(self) -> torch.Tensor:
+        """[bs * width] int64, by which a target with M-RoPE rotates: one number for time, height and width of text."""
+        return (self.positions.view(-1, self.width) + self.rope_deltas[:, None]).flatten()
 
     def first(self, requests: int) -> Round:
         """The blocks of the first requests, where the others only pad the batch."""
@@ -89,6 +99,7 @@ class Round:
             positions=self.positions[:rows],
             slots=self.slots[:rows],
             tokens=None if self.tokens is None else self.tokens[:rows],
+            rope_deltas=None if self.rope_deltas is None else self.rope_deltas[:requests],
         )
 
     def forward_batch(
@@ -96,6 +107,7 @@ class Round:
     ) -> ForwardBatch:
         """The batch with which `runner` runs `tokens` ([bs * width] int64) as the block."""
         pool = runner.token_to_kv_pool
+        mrope = self.rope_deltas is not None and runner.model_is_mrope
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.rows),
@@ -106,7 +118,8 @@ class Round:
             seq_lens_sum=int(self.start_bounds.sum()),
             orig_seq_lens=self.start,
             out_cache_loc=self.slots,
-            positions=self.positions,
+            positions=own_positions(runner.model, self.positions),
+            mrope_positions=self.rope_positions.repeat(3, 1) if mrope else None,
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=CleanPool(pool) if self.cut else pool,
             attn_backend=runner.attn_backend,
@@ -115,3 +128,8 @@ class Round:
             capture_hidden_mode=capture,
             num_token_non_padded_cpu=len(tokens),
         )
+
+
+def own_positions(model: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """What a model is given as positions ([rows] int64): a copy for wrappers, as Gemma 3's adds 1 to them in place."""
+    return positions.clone() if is_wrapper(type(model)) else positions

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 
+from sglang_dflash.checkpoint.target_class import language_model
 from sglang_dflash.drafter.load import load_draft_model
 from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
 from sglang_dflash.drawing.penalties import Penalties
@@ -62,7 +63,7 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
     if window is not None:
         window.narrow(runner.model)
     target = BlockModel(target_worker.model_runner)
-    model = target.runner.model
+    model = language_model(target.runner.model)
     vocabulary = BorrowedVocabulary(
         model,
         fp32=server_args.enable_fp32_lm_head,
@@ -72,7 +73,7 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
     return Parts(
         draft=WindowedModel(runner, window) if window else BlockModel(runner),
         target=target,
-        state=RequestState(pool.size, pool.req_to_token.device),
+        state=RequestState(pool.size, pool.req_to_token.device, target.runner.model_is_mrope),
         penalties=Penalties(
             pool.size, target_worker.model_config.vocab_size, pool.req_to_token.device
         ),

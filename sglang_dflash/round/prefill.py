@@ -37,13 +37,32 @@ def prefill(
         output.taps = None  # the result lives until the host has seen it; they need not
     result.next_token_ids = agreed(result.next_token_ids)
     result.next_token_ids.masked_fill_(output.not_finite, NOT_FINITE)
-    result.ends = ends_of(batch.reqs)  # read until the result is there
-    parts.state.start(batch.req_pool_indices, result.next_token_ids, batch.seq_lens, result.ends)
+    # Both are read until the result is there.
+    result.ends, result.rope_deltas = ends_of(batch.reqs), rope_deltas(parts, batch)
+    parts.state.start(
+        batch.req_pool_indices,
+        result.next_token_ids,
+        batch.seq_lens,
+        result.ends,
+        result.rope_deltas,
+    )
     if penalizer is not None:
         tokens = result.next_token_ids.to(torch.int64)[:, None]
         parts.penalties.count(batch.req_pool_indices, tokens, torch.ones_like(tokens[:, 0]))
     result.launched = batch  # whose tensors are read until the result is there
     return result
+
+
+def rope_deltas(parts: Parts, batch: ModelWorkerBatch) -> torch.Tensor | None:
+    """For `RequestState.start`: [bs] int64 on the host, 0 without pictures; None for a target without M-RoPE."""
+    if parts.state.rope_deltas is None:
+        return None
+    inputs = batch.multimodal_inputs or [None] * len(batch.reqs)
+    deltas = [
+        0 if each is None else int(each.mrope_position_delta.flatten()[-1]) for each in inputs
+    ]
+    made = torch.tensor(deltas)
+    return made.pin_memory() if torch.cuda.is_available() else made
 
 
 def extend_positions(batch: ModelWorkerBatch) -> torch.Tensor:

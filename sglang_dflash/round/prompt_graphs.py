@@ -73,7 +73,8 @@ class PromptGraphs:
         self.runner, self.sizes = parts.target.runner, list(sizes)
         self._attention = SIDE_BY_SIDE[rounds.attention.target]
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
-        self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests)
+        mrope = parts.state.rope_deltas is not None
+        self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests, mrope)
         self._hidden: torch.Tensor | None = None
         self._blocks: Drafted | None = None
         self._last: TargetRows | None = None
@@ -111,12 +112,13 @@ class PromptGraphs:
         return _verified(blocks, replace(rows, hidden_states=self._hidden[: blocks.rows]))
 
     def computes(self, batch: ForwardBatch | ModelWorkerBatch) -> bool:
-        """Whether what prompts ask for is plain causal attention over tokens."""
+        """Whether what prompts ask for is plain causal attention over tokens, not pictures."""
         # Items of a request that is scored do not see each other.
         scored = self.runner.server_args.multi_item_scoring_delimiter and batch.is_prefill_only
         return (
             not scored
             and batch.input_embeds is None
+            and not _has_pictures(batch)
             and not batch.return_hidden_states_before_norm
             and batch.forward_mode == ForwardMode.EXTEND
         )
@@ -239,7 +241,7 @@ class PromptGraphs:
         batch = inputs.forward_batch(self.runner, key.rows)
         rows = target.forward(batch)
         draft, slots = self.parts.draft.runner, inputs.slots[: key.rows]
-        write_context(draft, rows.taps, batch.positions, slots)
+        write_context(draft, rows.taps, inputs.positions[: key.rows], slots)
         if self._hidden is None:  # captured with the most rows first
             self._hidden = torch.empty_like(rows.hidden_states)
         hidden = self._hidden[: key.rows].copy_(rows.hidden_states)
@@ -261,6 +263,12 @@ class PromptGraphs:
 def _verified(blocks: Drafted, target: TargetRows) -> Blocks:
     round = blocks.round
     return Blocks(round.rows, round.positions, blocks.draft_tokens, target, blocks.ragged)
+
+
+def _has_pictures(batch: ForwardBatch | ModelWorkerBatch) -> bool:
+    """Whether a request of a batch has any, if only in the part of its prompt that was run before."""
+    inputs = batch.mm_inputs if isinstance(batch, ForwardBatch) else batch.multimodal_inputs
+    return any(each is not None for each in inputs or ())
 
 
 def sizes_of_prompts(

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.clean_slot import CleanPool
-from sglang_dflash.round.opened import Round
+from sglang_dflash.round.opened import Round, own_positions
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 
@@ -56,18 +56,27 @@ class SideBySide:
 
     Attributes:
         tokens, positions, slots: [rows] int64.
+        rope: [rows] int64, `Round.rope_positions`; None for a target without M-RoPE.
         requests: [requests + 1] int64, rows of `req_to_token`; `padding_row` for none.
         cache_lengths: [requests + 1] int32, keys that a request's last row sees.
         ends: [requests + 2] int32, where each request's rows begin, and end.
         page_table: [requests + 1, pages] int32.
     """
 
-    def __init__(self, req_to_token: torch.Tensor, page_size: int, rows: int, requests: int):
+    def __init__(
+        self,
+        req_to_token: torch.Tensor,
+        page_size: int,
+        rows: int,
+        requests: int,
+        mrope: bool = False,
+    ):
         device = req_to_token.device
         self.padding_row = len(req_to_token)
         self._table, self._page_size = req_to_token, page_size
-        self._rows = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.slots = self._rows
+        self._rows = torch.zeros(3 + mrope, rows, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots = self._rows[:3]
+        self.rope = self._rows[3] if mrope else None
         self.most = requests
         self.requests = torch.full((requests + 1,), self.padding_row, device=device)
         self.cache_lengths = torch.zeros(requests + 1, dtype=torch.int32, device=device)
@@ -86,7 +95,11 @@ class SideBySide:
             self._put(blocks)
         if prompts is not None:
             end, last = at + len(prompts.input_ids), request + prompts.batch_size
-            given = (prompts.input_ids, prompts.positions, prompts.out_cache_loc)
+            given = [prompts.input_ids, prompts.positions, prompts.out_cache_loc]
+            if (
+                self.rope is not None
+            ):  # pictures do not come here, and text has one number for all three
+                given.append(prompts.mrope_positions[0])
             for row, value in zip(self._rows, given, strict=True):
                 row[at:end].copy_(value)
             self.requests[request:last].copy_(prompts.req_pool_indices)
@@ -104,7 +117,9 @@ class SideBySide:
         """Blocks at the beginning, all of their rows or those that are to be verified."""
         round, ragged, request = blocks.round, blocks.ragged, len(blocks.draft_tokens)
         drafted = torch.cat([round.bonus_tokens[:, None], blocks.draft_tokens], dim=1).flatten()
-        rows, into = (drafted, round.positions, round.slots), self._rows[:, : blocks.rows]
+        rows, into = [drafted, round.positions, round.slots], self._rows[:, : blocks.rows]
+        if self.rope is not None:
+            rows.append(round.rope_positions)
         if ragged is None:
             torch.stack(rows, out=into)
         else:
@@ -160,7 +175,8 @@ class SideBySide:
             seq_lens_sum=requests * self._table.shape[1],
             orig_seq_lens=lengths,
             out_cache_loc=self.slots[:size],
-            positions=positions,
+            positions=own_positions(runner.model, positions),
+            mrope_positions=None if self.rope is None else self.rope[:size].repeat(3, 1),
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=CleanPool(runner.token_to_kv_pool),
             attn_backend=runner.attn_backend,

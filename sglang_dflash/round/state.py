@@ -28,15 +28,18 @@ class RequestState:
         limits: [rows + 1] int64, lengths at which it ends.
         ended: [rows + 1] int32, 1 where it has, as far as these tell. The host hears of it a round late, and decides;
             here it only says that more rows would be in vain.
+        rope_deltas: [rows + 1] int64, by how much a target with M-RoPE rotates text behind a request's pictures
+            otherwise than by its positions; None for other targets.
         padding_row: row of the requests that only pad a batch; its length stays 0.
     """
 
-    def __init__(self, rows: int, device: torch.device | str):
+    def __init__(self, rows: int, device: torch.device | str, mrope: bool = False):
         self.bonus_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.ends = torch.full((rows + 1, ENDS), _NO_TOKEN, dtype=torch.int64, device=device)
         self.limits = torch.full((rows + 1,), _NO_LIMIT, dtype=torch.int64, device=device)
         self.ended = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.rope_deltas = torch.zeros_like(self.lengths) if mrope else None
         self.padding_row = rows
 
     @property
@@ -51,11 +54,13 @@ class RequestState:
         bonus_tokens: torch.Tensor,
         lengths: torch.Tensor,
         ends: torch.Tensor | None = None,
+        rope_deltas: torch.Tensor | None = None,
     ) -> None:
         """After a prefill: [bs] int64 each; `lengths` are those of the prompts.
 
         Args:
             ends: [bs, ENDS + 1], as `ends_of` gives them; None if nothing is known.
+            rope_deltas: [bs] int64; None for a target without M-RoPE.
         """
         self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)
         self.lengths[rows] = lengths
@@ -64,6 +69,12 @@ class RequestState:
             tokens, limits = ends.to(rows.device, non_blocking=True).split([ENDS, 1], dim=1)
             self.ends[rows], self.limits[rows] = tokens, limits[:, 0]
             self.ended[rows] = (tokens == bonus_tokens[:, None]).any(dim=1).to(torch.int32)
+        if rope_deltas is not None:
+            self.rope_deltas[rows] = rope_deltas.to(rows.device, non_blocking=True)
+
+    def rope_deltas_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Of the requests at `rows` ([bs] int64), if there are any."""
+        return None if self.rope_deltas is None else self.rope_deltas[rows]
 
     def advance(
         self,

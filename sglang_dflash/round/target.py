@@ -21,7 +21,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import nn
 
 from sglang_dflash.checkpoint.load import load_config
-from sglang_dflash.checkpoint.target_class import SUMS_LATER, captures_itself, check_class
+from sglang_dflash.checkpoint.target_class import SUMS_LATER, check_class, language_model
 from sglang_dflash.drafter.vocabulary import embedding_of
 from sglang_dflash.drawing.not_finite import take_out
 from sglang_dflash.round.verify_input import DFlashVerifyInput
@@ -176,12 +176,13 @@ def tap_target(runner: ModelRunner) -> None:
     Raises:
         DFlashError: targets of its class cannot be tapped.
     """
-    args, model = runner.server_args, runner.model
+    args, model = runner.server_args, language_model(runner.model)
     config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-    check_class(type(model), args.model_path, "--model-path")
+    check_class(type(runner.model), args.model_path, "--model-path")
     layers = [tap for tap in config.taps if tap != EMBEDDING]
-    sum_at_once(model.model, layers)
-    if not captures_itself(type(model)):
+    hooked = type(model).__name__ in SUMS_LATER
+    sum_at_once(model.model, layers, hooked)
+    if hooked:
         kept = LayerTaps(model.model.layers, config.taps, SUMS_LATER[type(model).__name__])
         model.logits_processor = TargetHead(model, False, kept)
         return
@@ -190,17 +191,20 @@ def tap_target(runner: ModelRunner) -> None:
     model.logits_processor = TargetHead(model, EMBEDDING in config.taps)
 
 
-def sum_at_once(body: nn.Module, layers: Collection[int]) -> None:
+def sum_at_once(body: nn.Module, layers: Collection[int], hooked: bool = False) -> None:
     """Makes tapped layers sum their outputs over the ranks themselves.
 
     Where the release fuses that sum with the next layer's norm, what it captures between the two is one
     rank's part. A layer that is the last has no next one, so it is told that it is. Models that capture
     after the norm need nothing.
+
+    Args:
+        hooked: whether hooks capture what layers return, whatever the release could capture after the norm.
     """
     for index in layers:
         layer = body.layers[index]
         after = body.layers[index + 1]
         communicator = getattr(layer, "layer_communicator", None)
         captures_sums = "captured_last_layer_outputs" in inspect.signature(after.forward).parameters
-        if communicator is not None and not captures_sums:
+        if communicator is not None and (hooked or not captures_sums):
             communicator.is_last_layer = True

@@ -50,6 +50,8 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_accept_threshold_single", (1.0,), "only the target's own choice is accepted"),
     ("speculative_accept_threshold_acc", (1.0,), "only the target's own choice is accepted"),
     ("is_embedding", (False, None), "an embedding model generates nothing"),
+    ("encoder_only", (False,), "an encoder generates nothing"),
+    ("language_only", (False,), "pictures are embedded by the server that drafts"),
 )
 
 # Backends that read K/V of context and block by the block's own rows, not causally.
@@ -163,12 +165,12 @@ def _refuse_unsupported(args: ServerArgs) -> None:
 
 def _check_against_target(args: ServerArgs, config: DraftConfig) -> None:
     target = args.get_model_config()
+    check_model(config, target, args.model_path, "--model-path")
     if target.is_hybrid_swa:
         raise DFlashError(
             f"--model-path {args.model_path} keeps sliding-window layers in a pool of their own, which is not "
             "supported with DFLASH: start it with --disable-hybrid-swa-memory."
         )
-    check_model(config, target, args.model_path, "--model-path")
 
 
 def _check_tensor_parallelism(args: ServerArgs, config: DraftConfig) -> None:

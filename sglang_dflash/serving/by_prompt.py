@@ -10,7 +10,7 @@ from sglang_dflash.errors import DFlashError
 from sglang_dflash.serving.declared import short
 
 _PROMPTS = ("text", "input_ids", "input_embeds")
-# Lists of one prompt's; DFLASH serves neither.
+# Lists of one prompt's, or lists of such lists: the release tells them apart.
 _PICTURES = ("image_data", "video_data", "audio_data")
 # Of these SGLang gives each prompt all, and takes no list for one prompt.
 _ONE_FOR_ALL = ("extra_key", "session_params")

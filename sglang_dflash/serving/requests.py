@@ -32,7 +32,6 @@ _WITHOUT = "leave it out, or start the server without --speculative-algorithm DF
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (None, False),
     "lora_path": (None, ""),
-    "image_data": (None, []),
     "video_data": (None, []),
     "audio_data": (None, []),
 }
@@ -107,6 +106,7 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
             check_indices(request, sampling, manager.model_config.vocab_size)
         with refusing("unsupported"):
             check_request(request, sampling, manager.server_args.enable_deterministic_inference)
+            check_pictures(request, sampling, manager.model_config.is_multimodal)
 
 
 def check_labels(labels: dict[str, str] | None, server_args: Any) -> None:
@@ -146,6 +146,37 @@ def check_request(request: Any, sampling: Any, deterministic: bool) -> None:
             raise DFlashError(f"{name} {short(value)} is not supported with DFLASH: {_WITHOUT}.")
 
 
+def check_pictures(request: Any, sampling: Any, multimodal: bool) -> None:
+    """Refuses pictures where the model does not look at them, and where SGLang's scheduler would end.
+
+    Args:
+        request: SGLang's `GenerateReqInput` of one request.
+        sampling: its `SamplingParams`.
+        multimodal: whether the model takes pictures.
+
+    Raises:
+        DFlashError: names the field, and says what to do.
+    """
+    if multimodal and request.input_embeds:
+        raise DFlashError("input_embeds is not read by a multimodal model: send text or input_ids.")
+    if not request.image_data:
+        return
+    if not multimodal:
+        raise DFlashError(
+            f"image_data {short(request.image_data)} is not supported with DFLASH and a model that takes no pictures: "
+            "leave it out, or start the server with a multimodal target of docs/targets.md."
+        )
+    if sampling.n > 1:  # the copies share memory that the first to be read gives back
+        raise DFlashError(
+            f"n {sampling.n} is not supported with DFLASH and pictures: send the request as many times."
+        )
+    if request.session_params:
+        raise DFlashError(
+            f"image_data {short(request.image_data)} is not supported in a session with DFLASH: send the whole "
+            "conversation as one request."
+        )
+
+
 @contextmanager
 def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[None]:
     """Makes SGLang forget what it refuses within this, of a batch also the requests that were good.
@@ -154,6 +185,9 @@ def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[N
     was made and before the scheduler knows of them, such as a prompt that is too long. Told to end, the
     server would wait for those for ever. So it would for `n` above 1, where each prompt gets a state
     for each copy, and copies get others.
+
+    Raises:
+        DFlashError: pictures cannot be read, which the release calls an error of its own.
     """
     batch = isinstance(received.rid, list)
     states = {
@@ -162,11 +196,18 @@ def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[N
     over = batch  # a request alone is sent after this
     try:
         yield
-    except ValueError:
+    except (ValueError, RuntimeError) as error:
         over = True
         for rid, state in states.items():
             if state is not None and state.time_stats.api_server_dispatch_time:
                 manager.abort_request(rid)  # it was sent, and its end will come
+        if isinstance(error, RuntimeError) and received.image_data:
+            reason = str(error).rpartition(": ")[2][:100] or "there are too few"
+            with refusing("unreadable"):
+                raise DFlashError(
+                    f"image_data {short(received.image_data)} cannot be read ({reason}): give a URL, a path or base64 "
+                    "of a picture for each place that the prompt has for one."
+                ) from error
         raise
     finally:
         for rid, state in states.items() if over else ():

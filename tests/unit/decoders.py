@@ -83,7 +83,7 @@ def write_target(folder: Path, name: str, embedding: float = 1.0) -> PreTrainedM
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight_name, weight in model.named_parameters():
-        _fill(weight_name, weight.data)
+        fill(weight_name, weight.data)
     head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     with torch.no_grad():
         scale = config.hidden_size**0.5 if "Gemma" in name else own.get("embedding_multiplier", 1)
@@ -94,14 +94,14 @@ def write_target(folder: Path, name: str, embedding: float = 1.0) -> PreTrainedM
     return model
 
 
-def write_drafter(folder: Path) -> Path:
+def write_drafter(folder: Path, **sizes: int) -> Path:
     """Writes a drafter that drafts the token that its context has most often, told by the taps of the first layer.
 
     Its only layer attends to all evenly, and hands on what it sees.
     """
     heads = {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": SIZES["head_dim"]}
     taps = {"mask_token_id": MASK, "target_layer_ids": [0, 2]}
-    save(folder, zlab_config(num_hidden_layers=1, dflash_config=taps, **heads))
+    save(folder, zlab_config(num_hidden_layers=1, dflash_config=taps, **heads | sizes))
     weights = {}
     for name, shape in expected_weights(load_config(str(folder))).items():
         weights[name] = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
@@ -110,7 +110,7 @@ def write_drafter(folder: Path) -> Path:
     return save(folder, None, model=weights)
 
 
-def _fill(name: str, weight: torch.Tensor) -> None:
+def fill(name: str, weight: torch.Tensor) -> None:
     """Large enough that norms, biases, attention and MLP all matter."""
     if "norm" in name and name.endswith("weight"):
         weight.add_(torch.empty_like(weight).uniform_(-0.5, 0.5))

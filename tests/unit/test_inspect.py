@@ -80,7 +80,17 @@ def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture
     ("model_type", "architecture", "refused"),
     [
         ("phi", "PhiForCausalLM", "runs as PhiForCausalLM, whose hidden states DFLASH cannot tap"),
-        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "is multimodal"),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", None),
+        (
+            "qwen2_vl",
+            "Qwen2VLForConditionalGeneration",
+            "runs as Qwen2VLForConditionalGeneration, which wraps",
+        ),
+        (
+            "llama4",
+            "Llama4ForConditionalGeneration",
+            "runs as Llama4ForConditionalGeneration, which wraps",
+        ),
         ("gemma3_text", "Gemma3ForCausalLM", None),
     ],
 )

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.serving.requests import check_request
+from sglang_dflash.serving.requests import check_pictures, check_request
 
 
 def check(sampling: dict[str, Any], deterministic: bool = False, **fields: Any) -> None:
@@ -38,7 +38,6 @@ def test_admitted(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
     ("fields", "named"),
     [
         ({"lora_path": "a"}, "lora_path 'a'"),
-        ({"image_data": ["i.png"]}, "image_data ['i.png']"),
         ({"video_data": ["v" * 90]}, "video_data ['" + "v" * 58 + "…"),
         ({"return_routed_experts": True}, "return_routed_experts True"),
     ],
@@ -57,3 +56,47 @@ def test_min_p_with_a_seed() -> None:
     check({"temperature": 1.0}, deterministic=True)
     with pytest.raises(DFlashError, match="^min_p 0.1 cannot be drawn with a seed.*: leave it"):
         check({"temperature": 1.0, "min_p": 0.1}, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("multimodal", "fields", "named"),
+    [
+        (True, {"image_data": ["i.png"]}, None),
+        (True, {"image_data": [], "session_params": {"id": "s"}}, None),
+        (False, {"image_data": None}, None),
+        (False, {"image_data": []}, None),
+        (False, {"image_data": ["i.png"]}, "image_data ['i.png'] is not supported with DFLASH"),
+        (True, {"image_data": ["i.png"], "session_params": {"id": "s"}}, "image_data ['i.png'] "),
+        (True, {"video_data": ["v.mp4"]}, "video_data ['v.mp4'] is not supported with DFLASH"),
+    ],
+)
+def test_pictures(multimodal: bool, fields: dict[str, Any], named: str | None) -> None:
+    """Of a model that takes them, each request's own."""
+
+    def check_both() -> None:
+        check({}, **fields)
+        check_pictures(GenerateReqInput(text="x", **fields), SamplingParams(), multimodal)
+
+    if named is None:
+        return check_both()
+    with pytest.raises(DFlashError) as caught:
+        check_both()
+    text = str(caught.value)
+    assert text.startswith(named) and text.endswith(".") and ": " in text
+
+
+def test_embeddings_for_a_multimodal_model() -> None:
+    """The release would take its own instead, without a word."""
+    request = GenerateReqInput(input_embeds=[[0.5]])
+    check_pictures(request, SamplingParams(), multimodal=False)
+    with pytest.raises(DFlashError, match="^input_embeds is not read .*: send"):
+        check_pictures(request, SamplingParams(), multimodal=True)
+
+
+def test_copies_of_pictures() -> None:
+    """The release's scheduler ends when it looks for the second copy's."""
+    request = GenerateReqInput(text="x", image_data=["i.png"])
+    check_pictures(request, SamplingParams(n=1), multimodal=True)
+    check_pictures(GenerateReqInput(text="x"), SamplingParams(n=2), multimodal=True)
+    with pytest.raises(DFlashError, match="^n 2 is not supported with DFLASH and pictures: send"):
+        check_pictures(request, SamplingParams(n=2), multimodal=True)

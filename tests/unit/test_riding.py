@@ -222,6 +222,7 @@ def test_holds() -> None:
 ASKED = dict(
     forward_mode=ForwardMode.EXTEND,
     input_embeds=None,
+    multimodal_inputs=[None, None],
     input_ids=[0] * 100,
     batch_size=2,
     is_prefill_only=False,
@@ -241,6 +242,7 @@ def test_what_a_pass_computes() -> None:
     assert not can_run(delimiter=7, is_prefill_only=True)
     assert not can_run(forward_mode=ForwardMode.TARGET_VERIFY)
     assert not can_run(input_embeds=torch.zeros(1))
+    assert not can_run(multimodal_inputs=[None, object()]) and can_run(multimodal_inputs=None)
     assert not can_run(input_ids=[0] * 300) and not can_run(batch_size=5)
     assert not can_run(return_hidden_states_before_norm=True)
 
@@ -316,6 +318,7 @@ def test_prompts_without_graphs() -> None:
     [
         ({}, True),
         ({"input_embeds": torch.zeros(1)}, False),
+        ({"multimodal_inputs": [None, object()]}, False),
         ({"input_ids": [0] * 300}, False),
         ({"is_prefill_only": True}, False),  # whose items are scored apart
         ({"return_hidden_states_before_norm": True}, False),

@@ -16,6 +16,7 @@ CONTEXT, OWNERS, MOST, ROWS, WIDTH = 96, 6, 5, 64, 4
 # Requests by row of the table: committed tokens of those that decode; prefix and rows of prompts.
 DECODING = {4: 30, 0: 17}
 PROMPTS = {2: (0, 9), 5: (16, 1), 1: (32, 20)}
+PICTURED = {4: -7, 0: 0}  # by how much those that decode are rotated otherwise
 CUT = (4, 32)  # row of the table, and the length beyond which it has no slots
 
 
@@ -29,12 +30,12 @@ class World:
         self.table = slots.view(OWNERS, CONTEXT).to(torch.int32)
         row, length = CUT
         self.table[row, length:] = 0
-        self.inputs = SideBySide(self.table, page_size, ROWS, MOST)
+        self.inputs = SideBySide(self.table, page_size, ROWS, MOST, mrope=True)
 
     def blocks(self) -> Drafted:
         rows, lengths = torch.tensor(list(DECODING)), torch.tensor(list(DECODING.values()))
-        state = RequestState(OWNERS, "cpu")
-        state.start(rows, 100 + rows, lengths)
+        state = RequestState(OWNERS, "cpu", mrope=True)
+        state.start(rows, 100 + rows, lengths, rope_deltas=torch.tensor([*PICTURED.values()]))
         round = Round.open(state, rows, lengths + WIDTH, WIDTH, self.table, CONTEXT)
         return Drafted(round, 200 + torch.arange(len(rows) * (WIDTH - 1)).view(-1, WIDTH - 1))
 
@@ -46,6 +47,7 @@ class World:
             batch_size=len(rows),
             input_ids=torch.arange(300, 300 + len(at)),
             positions=torch.tensor([i for _, i in at]),
+            mrope_positions=torch.tensor([i for _, i in at]).expand(3, -1),
             out_cache_loc=torch.tensor([int(self.table[row, i]) for row, i in at]),
             req_pool_indices=torch.tensor(rows),
             seq_lens=torch.tensor([a + n for a, n in PROMPTS.values()]),
@@ -107,6 +109,11 @@ def test_blocks_and_prompts(world: World) -> None:
     inputs.fill(size, blocks, prompts)
     seen = world.seen()
     assert seen[:rows] == expected_blocks(world) + expected_prompts(world)
+    deltas = [delta for delta in PICTURED.values() for _ in range(WIDTH)]
+    deltas += [0] * (rows - len(deltas))
+    assert inputs.rope[:rows].tolist() == [
+        row[1] + delta for row, delta in zip(seen, deltas, strict=False)
+    ]
     # Each row's K/V go where it is looked for; rows that are cut off have no slot.
     cut = [row[1] >= CUT[1] and row[0] in (201, 202) for row in seen[:rows]]
     assert sum(cut) == 2
@@ -158,13 +165,18 @@ def test_batch(world: World) -> None:
     """What the model reads of a pass: views of the buffers, and clean writes for rows without a slot."""
     inputs, pool = world.inputs, object()
     runner = SimpleNamespace(
-        req_to_token_pool=None, token_to_kv_pool=pool, attn_backend=None, spec_algorithm=None
+        model=torch.nn.Module(),
+        req_to_token_pool=None,
+        token_to_kv_pool=pool,
+        attn_backend=None,
+        spec_algorithm=None,
     )
     batch = inputs.forward_batch(runner, 48)
     assert len(batch.input_ids) == len(batch.positions) == len(batch.out_cache_loc) == 48
     assert batch.input_ids.data_ptr() == inputs.tokens.data_ptr()
     assert batch.out_cache_loc.data_ptr() == inputs.slots.data_ptr()
     assert batch.token_to_kv_pool._pool is pool
+    assert torch.equal(batch.mrope_positions, inputs.rope[:48].expand(3, -1))
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (WIDTH, 1), (2, 3), (WIDTH, WIDTH)])

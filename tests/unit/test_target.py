@@ -112,9 +112,12 @@ class CapturesSum(LateSum):
     ): ...
 
 
-@pytest.mark.parametrize(("kind", "tapped_fuse"), [(LateSum, False), (CapturesSum, True)])
+@pytest.mark.parametrize(
+    ("kind", "hooked", "tapped_fuse"),
+    [(LateSum, False, False), (CapturesSum, False, True), (CapturesSum, True, False)],
+)
 def test_a_tapped_layer_is_summed_over_the_ranks(
-    kind: type, tapped_fuse: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type, hooked: bool, tapped_fuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere the sum stays fused with the norm that follows; SGLang's own decision is asked."""
     monkeypatch.setattr(communicator, "apply_flashinfer_allreduce_fusion", lambda n: True)
@@ -124,7 +127,7 @@ def test_a_tapped_layer_is_summed_over_the_ranks(
     body = nn.Module()
     body.layers = nn.ModuleList(kind(last=i == 5) for i in range(6))
     batch = SimpleNamespace(input_ids=torch.zeros(3))
-    sum_at_once(body, [1, 3])
+    sum_at_once(body, [1, 3], hooked)
     fuses = [
         layer.layer_communicator.should_fuse_mlp_allreduce_with_next_layer(batch)
         for layer in body.layers

@@ -1,0 +1,168 @@
+"""Multimodal targets, their taps and positions against transformers', in float32; and which ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+from sglang.srt.managers.mm_utils import init_mm_embedding_cache
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from transformers import AutoProcessor
+
+from sglang_dflash.checkpoint.target_class import language_model
+from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
+from sglang_dflash.round.opened import Round
+from sglang_dflash.round.prefill import rope_deltas
+from sglang_dflash.round.state import RequestState
+from sglang_dflash.round.target import TargetRows
+from tests.unit.decoders import MASK
+from tests.unit.drafters import TARGET, save_random, speculators_config, zlab_config
+from tests.unit.tapped import Target
+from tests.unit.wrappers import VOCABULARY, WRAPPERS, picture, write_wrapper
+
+WIDTH, TAPS = 4, (-1, 0, 2, 4)
+NOISE = 1e-5  # of float32 after several layers; a wrong tap or position is off by about 1
+
+pytestmark = pytest.mark.usefixtures("one_rank", "eager")
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[None]:
+    """As on a server on a CPU."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture(autouse=True)
+def nothing_embedded() -> None:
+    """Pictures' embeddings are kept by what the pictures are, whatever the model."""
+    init_mm_embedding_cache(1 << 20)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {**TARGET, "head_dim": 16, "vocab_size": VOCABULARY}
+    taps = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
+    raw = zlab_config(dflash_config=taps, **sizes)
+    return save_random(tmp_path_factory.mktemp("drafter"), speculators_config(raw, "target"))
+
+
+class Asked:
+    """A prompt with pictures as a server keeps it."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, inputs: dict[str, torch.Tensor]):
+        ids = inputs["input_ids"]
+        at = (ids[0] == config.image_token_id).nonzero().flatten()
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE,
+            feature=inputs["pixel_values"],
+            offsets=[(int(at[0]), int(at[-1]))],
+            model_specific_data={"image_grid_thw": inputs["image_grid_thw"]},
+        )
+        item.set_pad_value()
+        positions, delta = MRotaryEmbedding.get_rope_index(
+            spatial_merge_size=config.vision_config.spatial_merge_size,
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            vision_start_token_id=config.vision_start_token_id,
+            model_type=config.model_type,
+            tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
+            input_ids=ids,
+            image_grid_thw=inputs["image_grid_thw"],
+        )
+        self.inputs = MultimodalInputs(
+            mm_items=[item], im_token_id=config.image_token_id, mrope_position_delta=delta
+        )
+        self.positions = positions.squeeze(1)  # [3, tokens]
+        self.ids = torch.tensor(model.pad_input_ids(ids[0].tolist(), self.inputs))
+
+    def part(self, first: int, last: int) -> dict[str, Any]:
+        return {"mm_inputs": [self.inputs], "mrope_positions": self.positions[:, first:last]}
+
+
+class Worded:
+    """A prompt without pictures."""
+
+    def __init__(self, mrope: bool, inputs: dict[str, torch.Tensor]):
+        self.ids, self.inputs, self._mrope = inputs["input_ids"][0], None, mrope
+
+    def part(self, first: int, last: int) -> dict[str, Any]:
+        positions = torch.arange(first, last).expand(3, -1)
+        return {"mrope_positions": positions if self._mrope else None}
+
+
+QWEN = [name for name in WRAPPERS if "Qwen" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "pictured"), [(name, False) for name in WRAPPERS] + [(name, True) for name in QWEN]
+)
+@torch.no_grad()
+def test_taps(name: str, pictured: bool, drafter: Path, tmp_path: Path) -> None:
+    """Of a prompt in two pieces, the first of which ends in the picture, and of the block behind it."""
+    reference, processor = (
+        write_wrapper(tmp_path, name),
+        AutoProcessor.from_pretrained(tmp_path),
+    )
+    shown = {"images": [picture(0, 112, 84)]} if pictured else {}
+    text = "Ben has" + WRAPPERS[name].picture * pictured + " many marbles"
+    inputs = dict(processor(text=[text], return_tensors="pt", **shown))
+    length, block = inputs["input_ids"].shape[1], torch.randint(4, 700, (WIDTH,))
+    whole = inputs | {"input_ids": torch.cat([inputs["input_ids"], block[None]], dim=1)}
+    for kind in whole.keys() & {"mm_token_type_ids", "attention_mask"}:
+        whole[kind] = torch.cat([whole[kind], whole[kind][:, -1:].expand(-1, WIDTH)], dim=1)
+    target = Target(tmp_path, drafter)
+    mrope = "Gemma" not in name
+    if pictured:
+        asked = Asked(target.model, reference.config, inputs)
+    else:
+        asked = Worded(mrope, inputs)
+    if pictured:  # transformers 5.3 would have its own idea of a lone picture's time
+        after = asked.positions[:, -1:] + 1 + torch.arange(WIDTH)
+        whole["position_ids"] = torch.cat([asked.positions, after], dim=1)[:, None]
+    expected = reference(**whole, output_hidden_states=True)
+    taps = torch.cat([expected.hidden_states[tap + 1][0] for tap in TAPS], dim=-1)
+    made = []
+    for first, last in ((0, length // 2), (length // 2, length)):
+        part = asked.ids[first:last].clone()
+        output = target.run(part, first, ForwardMode.EXTEND, **asked.part(first, last))
+        made.append(output.taps)
+    rows = verified(target, asked, block, length, mrope)
+    assert isinstance(rows, TargetRows)
+    assert (torch.cat([*made, rows.taps]) - taps).norm() < NOISE * taps.norm()
+    logits, expected_logits = (
+        rows.logits(slice(None)).next_token_logits,
+        expected.logits[0, length:],
+    )
+    assert (logits - expected_logits).norm() < NOISE * expected_logits.norm()
+    likeliest = BorrowedVocabulary(language_model(target.model)).argmax(rows.hidden_states)
+    assert torch.equal(likeliest, expected_logits.argmax(-1))
+
+
+def verified(target: Target, asked: Any, block: torch.Tensor, length: int, mrope: bool) -> Any:
+    """The block as a round has it, whose bonus token follows the prompt; the round's positions stay what they are."""
+    state, row = RequestState(2, "cpu", mrope), torch.tensor([0])
+    batch = SimpleNamespace(multimodal_inputs=[asked.inputs], reqs=[object()], input_ids=asked.ids)
+    deltas = rope_deltas(SimpleNamespace(state=state), batch)
+    state.start(row, block[:1], torch.tensor([length]), rope_deltas=deltas)
+    table = torch.arange(1, 65)[None].int()
+    round = Round.open(state, row, torch.tensor([length]), WIDTH, table, 1024)
+    runner = SimpleNamespace(
+        model=target.model,
+        model_is_mrope=mrope,
+        token_to_kv_pool=target.pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        attn_backend=target.backend,
+        spec_algorithm=None,
+    )
+    batch = round.forward_batch(runner, block, CaptureHiddenMode.FULL)
+    rows = target.model(block, batch.positions, batch)
+    assert torch.equal(round.positions, length + torch.arange(WIDTH))
+    return rows

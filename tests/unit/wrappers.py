@@ -1,0 +1,204 @@
+"""Tiny random multimodal targets with their processors, written by transformers' own classes, and what to ask them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+
+from tests.unit.decoders import MASK, SIZES, WIDE, fill
+
+TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny" / "target"
+FIRST_SPECIAL = 768  # behind the tokens of the bundled pair
+VOCABULARY = 832
+TEXT = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+INTERLEAVED = {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+TOWER = dict(
+    depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=SIZES["hidden_size"]
+)
+# With these twice as large, attention looks at few tokens, so answers depend on where those are.
+SHARP = re.compile("language_model.*[qk]_(proj.weight|norm)")
+QWEN_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+GEMMA_TOKENS = {
+    "boi_token_index": "<start_of_image>",
+    "eoi_token_index": "<end_of_image>",
+    "image_token_index": "<image_soft_token>",
+}
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """
+    Attributes:
+        config, processor, images, videos: classes of transformers.
+        text, tower: what the language model and the vision tower have of their own.
+        tokens: of pictures, by the config's names.
+        picture: what stands for one in a prompt.
+        sizes: of pictures, for their processor.
+        more: arguments of the processor.
+        arguments: of a server that is to take pictures.
+    """
+
+    config: str
+    processor: str
+    images: str
+    tower: dict[str, Any]
+    sizes: dict[str, Any]
+    videos: str | None = None
+    text: dict[str, Any] = field(default_factory=lambda: {"rope_parameters": MROPE})
+    tokens: dict[str, str] = field(default_factory=lambda: QWEN_TOKENS)
+    picture: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    more: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+
+PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}
+WRAPPERS = {
+    "Qwen2.5-VL": Wrapper(
+        config="Qwen2_5_VLConfig",
+        processor="Qwen2_5_VLProcessor",
+        images="Qwen2VLImageProcessorFast",
+        videos="Qwen2VLVideoProcessor",
+        tower=TOWER | {"fullatt_block_indexes": [1], "window_size": 56},
+        sizes={"size": PIXELS},
+    ),
+    "Qwen3-VL": Wrapper(
+        config="Qwen3VLConfig",
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessorFast",
+        videos="Qwen3VLVideoProcessor",
+        tower=TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        sizes={"size": PIXELS, "patch_size": 16},
+        text=INTERLEAVED,
+    ),
+    "Qwen3-VL-MoE": Wrapper(
+        config="Qwen3VLMoeConfig",
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessorFast",
+        videos="Qwen3VLVideoProcessor",
+        tower=TOWER
+        | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 64},
+        sizes={"size": PIXELS, "patch_size": 16},
+        text=INTERLEAVED | EXPERTS,
+    ),
+    "Gemma 3 (with pictures)": Wrapper(
+        config="Gemma3Config",
+        processor="Gemma3Processor",
+        images="Gemma3ImageProcessorFast",
+        tower=dict(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=56,
+            patch_size=14,
+            vision_use_head=False,
+        ),
+        sizes={"size": {"height": 56, "width": 56}},
+        text=WIDE | {"query_pre_attn_scalar": 16},
+        tokens=GEMMA_TOKENS,
+        picture="<start_of_image>",
+        more={"image_seq_length": 4},
+        arguments=("--enable-multimodal",),
+    ),
+}
+
+
+def write_wrapper(folder: Path, name: str, embedding: float = 1.0) -> PreTrainedModel:
+    """Writes a checkpoint with random weights and its processor, and gives its model.
+
+    Args:
+        embedding: see `write_target`.
+    """
+    wrapper = WRAPPERS[name]
+    more = {"mm_tokens_per_image": 4} if "Gemma" in name else {}
+    config = getattr(transformers, wrapper.config)(
+        text_config=TEXT | wrapper.text,
+        vision_config=wrapper.tower,
+        tie_word_embeddings=True,
+        **{token: FIRST_SPECIAL + i for i, token in enumerate(wrapper.tokens)},
+        **more,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for weight_name, weight in model.named_parameters():
+        fill(weight_name, weight.data)
+        if SHARP.search(weight_name):
+            weight.data *= 2
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        embeddings.mul_(embedding / (SIZES["hidden_size"] ** 0.5 if "Gemma" in name else 1))
+        embeddings[MASK] = 0
+        model.get_output_embeddings().weight.copy_(embeddings)
+    model.save_pretrained(folder)
+    _turn_experts(folder / "model.safetensors")
+    _write_processor(folder, wrapper)
+    return model
+
+
+def _turn_experts(file: Path) -> None:
+    """As published checkpoints have them, [experts, in, out]; transformers 5 writes [experts, out, in]."""
+    weights = load_file(file)
+    turned = {name: w.mT.contiguous() if ".experts." in name else w for name, w in weights.items()}
+    save_file(turned, file, metadata={"format": "pt"})
+
+
+def _write_processor(folder: Path, wrapper: Wrapper) -> None:
+    names = {
+        "boi_token_index": "boi_token",
+        "eoi_token_index": "eoi_token",
+        "image_token_index": "image_token",
+    }
+    extra = {names[key]: token for key, token in wrapper.tokens.items() if key in names}
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, extra_special_tokens=extra)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(wrapper.tokens.values())})
+    parts = {"image_processor": getattr(transformers, wrapper.images)(**wrapper.sizes)}
+    if wrapper.videos is not None:
+        parts["video_processor"] = getattr(transformers, wrapper.videos)()
+    template = CHAT.replace("PICTURE", wrapper.picture)
+    processor = getattr(transformers, wrapper.processor)
+    made = processor(tokenizer=tokenizer, chat_template=template, **parts, **wrapper.more)
+    made.save_pretrained(folder)
+
+
+CHAT = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{% if part.type == 'text' %}{{ part.text }}{% else %}PICTURE{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Noise in colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def data_url(image: Image.Image) -> str:
+    """As a request sends it."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
