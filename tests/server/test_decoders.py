@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -16,11 +18,13 @@ from tests.server.harness import (
     DFLASH,
     LAUNCHER,
     ROOT,
+    Server,
     fails_to_start,
     in_long,
     running,
 )
 from tests.unit.decoders import ARCHITECTURES, SIZES, write_drafter, write_target
+from tests.unit.wrappers import VOCABULARY, WRAPPERS, data_url, picture, write_wrapper
 
 TABLE, HEAD = ROOT / "docs" / "targets.md", "| target | "
 TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
@@ -32,14 +36,21 @@ WAYS = [(worker, *LAUNCHER) for worker in CHOSEN_WORKERS] + [(CHOSEN_WORKERS[-1]
 )
 FIRST = ("Gemma 3 (text)", "Granite")
 OTHERS = in_long(*(name for name in ARCHITECTURES if name not in FIRST))
-PICTURES = "Gemma 3 (with pictures)"
 # Config and model class of transformers.
 REFUSED = {
-    PICTURES: ("Gemma3Config", "Gemma3ForConditionalGeneration"),
     "GPT-2": ("GPT2Config", "GPT2LMHeadModel"),
     "Phi": ("PhiConfig", "PhiForCausalLM"),
     "Helium": ("HeliumConfig", "HeliumForCausalLM"),
+    "Qwen2-VL": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
+    "GLM-4.1V": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
+    "GLM-4.5V": ("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration"),
+    "Llama 4 (with pictures)": ("Llama4Config", "Llama4ForConditionalGeneration"),
+    "Llama 3.2 (with pictures)": ("MllamaConfig", "MllamaForConditionalGeneration"),
 }
+WRAPPED = REFUSED.keys() - {"GPT-2", "Phi", "Helium"}
+# What asks for pictures, with the drafter's eyes on the last tokens, in chunks that end inside pictures.
+PICTURED = ("--speculative-dflash-draft-window-size", "8", "--chunked-prefill-size", "16")
+FIRST_PICTURED = "Qwen2.5-VL"
 
 OUTCOMES: dict[str, dict[str, str]] = {}
 
@@ -71,12 +82,86 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
         OUTCOMES.setdefault(name, {})[worker] = "equal"
 
 
+def requests_with_pictures(name: str) -> list[tuple[str, dict]]:
+    """Path and body: texts, one picture or two, the same ones behind other texts and others behind the same."""
+    generate, mark = {"sampling_params": TOKENS | {"temperature": 0}}, WRAPPERS[name].picture
+    asked = []
+    for i in range(8):
+        seen = [picture(i // 2, 28 * (2 + i // 2), 84), picture(7, 56, 56)][: (1, 1, 2, 0)[i % 4]]
+        text = (
+            "Ben has " * (i % 2) + f"{mark} many marbles and " * len(seen) + "how many" * (i // 4)
+        )
+        pictures = {"image_data": [data_url(image) for image in seen]} if seen else {}
+        asked.append(("/generate", generate | pictures | {"text": text or "Carla"}))
+    for i in range(2):
+        url = {"type": "image_url", "image_url": {"url": data_url(picture(i, 84, 56))}}
+        content = [{"type": "text", "text": "What is this?"}, url]
+        chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 40}
+        body = chat | {"model": "default", "temperature": 0, "ignore_eos": True}
+        asked.append(("/v1/chat/completions", body))
+    return asked
+
+
+def ask(server: Server, path: str, body: dict) -> tuple[Any, dict]:
+    """What was answered, and what is told of it."""
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    if path == "/generate":
+        return answer["output_ids"], answer["meta_info"]
+    return answer["choices"][0]["message"]["content"], {}
+
+
+def check_refused_pictures(server: Server, body: dict) -> None:
+    """Each with a sentence, and as often as they are asked: nothing of them is kept."""
+    for changes, named in (
+        ({"image_data": "no picture"}, "image_data ['no picture'] cannot be read ("),
+        ({"text": 2 * body["text"]}, "image_data ["),  # one picture for two places
+        ({"sampling_params": body["sampling_params"] | {"n": 2}}, "n 2 is not supported"),
+        ({"video_data": ["a.mp4"]}, "video_data ['a.mp4'] is not supported"),
+    ):
+        for _ in range(2):
+            response = server.post("/generate", body | {"rid": "again"} | changes)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["message"].startswith(named), response.text
+
+
+@pytest.mark.parametrize(
+    "name", [FIRST_PICTURED, *in_long(*(name for name in WRAPPERS if name != FIRST_PICTURED))]
+)
+def test_pictures(name: str, tmp_path: Path, logs: Path) -> None:
+    """Texts and pictures, alone and all at once, twice, so that the prefix cache has whole pictures."""
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    write_wrapper(target, name, embedding=0.5)
+    drafter.mkdir()
+    write_drafter(drafter, vocab_size=VOCABULARY)
+    arguments = ("--model-path", str(target), *WRAPPERS[name].arguments)
+    asked, log = requests_with_pictures(name), name.replace(" ", "-")
+    with running(logs / f"{log}-plain.log", *arguments) as plain:
+        expected = [ask(plain, *request)[0] for request in asked]
+    assert len(set(map(str, expected))) == len(asked), "pictures that change nothing tell nothing"
+    given = (*arguments, "--speculative-draft-model-path", str(drafter), *PICTURED)
+    for worker, launcher, *more in WAYS:
+        file = logs / f"{log}-{worker}-{launcher}.log"
+        with running(file, *given, *more, worker=worker, launcher=(launcher,)) as server:
+            for concurrency in (1, len(asked)):
+                with ThreadPoolExecutor(concurrency) as pool:
+                    answers = list(pool.map(lambda request: ask(server, *request), asked))
+                assert [answer for answer, _ in answers] == expected
+                told = [meta for _, meta in answers if meta]
+                assert sum(meta["spec_accept_length"] > 1 for meta in told) >= 2
+            assert min(meta["cached_tokens"] for meta in told) > 0
+            check_refused_pictures(server, asked[0][1])
+            server.check_idle()
+        OUTCOMES.setdefault(name, {})[worker] = "equal"
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, drafter: Path, tmp_path: Path) -> None:
     """In the last line, before any weight is looked for: there are none."""
     target, log = tmp_path / "target", tmp_path / "log"
     config_class, model_class = REFUSED[name]
-    sizes = {"text_config": SIZES} if name == PICTURES else SIZES
+    sizes = {"text_config": SIZES} if name in WRAPPED else SIZES
     config = getattr(transformers, config_class)(architectures=[model_class], **sizes)
     config.save_pretrained(target)
     given = (*DFLASH, "--speculative-draft-model-path", str(drafter), "--skip-tokenizer-init")
@@ -108,7 +193,7 @@ def test_table() -> None:
     rows = [line[2:-2].split(" | ") for line in told.splitlines() if line[:2] == "| "]
     known = {name: dict(zip(CHOSEN_WORKERS, cells, strict=False)) for name, *cells in rows}
     unknown = dict.fromkeys(CHOSEN_WORKERS, "not tried")
-    names = (*ARCHITECTURES, *REFUSED)
+    names = (*ARCHITECTURES, *WRAPPERS, *REFUSED)
     seen = {name: OUTCOMES.get(name) or known.get(name, unknown) for name in names}
     text = foreword + "\n".join(table(seen)) + "\n"
     if os.environ.get("DFLASH_WRITE_DOCS"):
