@@ -30,7 +30,10 @@ TABLE, HEAD = ROOT / "docs" / "targets.md", "| target | "
 TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
 PROMPTS = [[(7 * n + 31 * i) % 300 + 5 for i in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34)]
 # And the passes over prompts and blocks that a GPU captures.
-PASSES = ("tests.server.eager_passes", "--piecewise-cuda-graph-max-tokens", "128")
+PASSES = (
+    *("tests.server.eager_passes", "--piecewise-cuda-graph-max-tokens", "128"),
+    *("--speculative-dflash-verify", "all"),
+)
 WAYS = [(worker, *LAUNCHER) for worker in CHOSEN_WORKERS] + [(CHOSEN_WORKERS[-1], *PASSES)] * (
     DEVICE == "cpu"
 )
