@@ -96,9 +96,8 @@ class SideBySide:
         if prompts is not None:
             end, last = at + len(prompts.input_ids), request + prompts.batch_size
             given = [prompts.input_ids, prompts.positions, prompts.out_cache_loc]
-            if (
-                self.rope is not None
-            ):  # pictures do not come here, and text has one number for all three
+            if self.rope is not None:
+                # Pictures do not come here, and text has one number for all three.
                 given.append(prompts.mrope_positions[0])
             for row, value in zip(self._rows, given, strict=True):
                 row[at:end].copy_(value)

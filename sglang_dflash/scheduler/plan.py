@@ -185,9 +185,8 @@ class BestRows(WholeBlocks):
 
     def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
         whole, sizes = requests * self._width, self._costs.ragged.sizes
-        if (
-            requests > self._costs.whole.sizes[-1]
-        ):  # no graph holds them: kernel by kernel, all rows
+        if requests > self._costs.whole.sizes[-1]:
+            # No graph holds them: they run kernel by kernel, with all rows.
             return [self._plan]
         plans = []
         if not prompt_rows or whole + prompt_rows <= sizes[-1]:

@@ -59,6 +59,16 @@ EACH_WAY = [  # how a server is started: see `starter`
 _PROMPTS = int(os.environ.get("DFLASH_TEST_PROMPTS", "0"))
 
 
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skips tests on a GPU machine with fewer; on a CPU ranks and replicas share what there is."""
+    there = count
+    if DEVICE == "cuda":
+        import torch
+
+        there = torch.cuda.device_count()
+    return pytest.mark.skipif(there < count, reason=f"needs {count} GPUs, and {there} are visible")
+
+
 def in_long(*values: Any) -> list[Any]:
     """Parameters that only `make test-long` takes."""
     return [pytest.param(value, marks=pytest.mark.long) for value in values]

@@ -25,16 +25,14 @@ from tests.server.harness import (
     environment,
     free_port,
     group_lives,
+    needs_gpus,
     prompts_of,
     starter,
     wait_until_healthy,
 )
 from tests.server.processes import Process
 
-if DEVICE == "cuda":
-    import torch
-
-    pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a rank takes a GPU")
+pytestmark = needs_gpus(2)
 
 FIRST, SECOND = CHOSEN_WORKERS[0], CHOSEN_WORKERS[-1]
 END_SECONDS = 20

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.checks import assert_same, assert_speculated
 from tests.server.harness import (
     CHOSEN_WORKERS,
-    DEVICE,
     DFLASH,
     EACH_WAY,
     Server,
@@ -26,14 +25,12 @@ from tests.server.harness import (
     fails_to_start,
     generate_body,
     group_lives,
+    needs_gpus,
     prompts_of,
     running,
 )
 
-if DEVICE == "cuda":
-    import torch
-
-    pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a replica takes a GPU")
+pytestmark = needs_gpus(2)
 
 BOTH = ("0", "1")
 ARGUMENTS = ("--dp-size", str(len(BOTH)), "--enable-metrics")

@@ -46,3 +46,13 @@ def one_rank() -> Iterator[None]:
 
     with one_rank():
         yield
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[None]:
+    """As on a server on a CPU."""
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,6 @@ NOISE = 1e-5  # of float32 after several layers; a wrong tap is off by about 1
 
 
 pytestmark = pytest.mark.usefixtures("one_rank", "eager")
-
-
-@pytest.fixture(scope="module")
-def eager() -> Iterator[None]:
-    """As on a server on a CPU."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 @pytest.fixture(scope="module")

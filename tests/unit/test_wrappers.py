@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,14 +29,6 @@ WIDTH, TAPS = 4, (-1, 0, 2, 4)
 NOISE = 1e-5  # of float32 after several layers; a wrong tap or position is off by about 1
 
 pytestmark = pytest.mark.usefixtures("one_rank", "eager")
-
-
-@pytest.fixture(scope="module")
-def eager() -> Iterator[None]:
-    """As on a server on a CPU."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 @pytest.fixture(autouse=True)
