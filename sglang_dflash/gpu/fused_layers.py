@@ -24,7 +24,7 @@ from torch import nn
 from sglang_dflash.gpu.experts import can_run_experts, is_sparse, run_experts
 from sglang_dflash.gpu.fused_attention import can_fuse, is_plain_norm, norm_rope_store
 from sglang_dflash.gpu.kernels.add_norm import add_norm
-from sglang_dflash.gpu.kernels.skinny_matmul import MOST_ROWS, launch
+from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, launch, room_for
 from sglang_dflash.gpu.kernels.swiglu import swiglu
 from sglang_dflash.gpu.rank_sums import RankSums
 from sglang_dflash.gpu.tilings import Key, Kind, Tilings
@@ -107,8 +107,8 @@ class FusedLayers:
 
     def _product(self, linear: nn.Module, x: torch.Tensor, kind: Kind) -> torch.Tensor:
         """[rows, in] → [rows, out], or the parts of it, [parts, rows, out] float32."""
-        key = key_of(linear, kind)
-        skinny = key is not None and len(x) <= MOST_ROWS and x.dtype == linear.weight.dtype
+        key = key_of(linear, kind, room_for(len(x)))
+        skinny = key is not None and x.dtype == linear.weight.dtype
         if skinny and (tiling := self.tilings.get(key)) is not None:
             return launch(x, linear.weight, tiling, kind is Kind.SWIGLU)
         if isinstance(linear, RowParallelLinear):
@@ -132,15 +132,16 @@ def fuse_layers(
         return None
     fused = FusedLayers(layers, last_norm, tilings, ranks)
     weights: dict[Key, list[torch.Tensor]] = {}
-    for linear, kind in _products(fused):
-        if (key := key_of(linear, kind)) is not None:
-            weights.setdefault(key, []).append(linear.weight)
+    for room in ROOMS:
+        for linear, kind in _products(fused, room):
+            if (key := key_of(linear, kind, room)) is not None:
+                weights.setdefault(key, []).append(linear.weight)
     tilings.find(weights)
     return fused
 
 
-def _products(fused: FusedLayers) -> Iterator[tuple[nn.Module, Kind]]:
-    after = fused._after(MOST_ROWS)
+def _products(fused: FusedLayers, rows: int) -> Iterator[tuple[nn.Module, Kind]]:
+    after = fused._after(rows)
     for layer in fused.layers:
         yield layer.self_attn.qkv_proj, Kind.SUMMED
         yield layer.self_attn.o_proj, after
@@ -149,13 +150,19 @@ def _products(fused: FusedLayers) -> Iterator[tuple[nn.Module, Kind]]:
             yield layer.mlp.down_proj, after
 
 
-def key_of(linear: nn.Module, kind: Kind) -> Key | None:
-    """What a tiling of a product is found by; None where it must be the layer's own."""
+def key_of(linear: nn.Module, kind: Kind, room: int | None) -> Key | None:
+    """What a tiling of a product is found by; None where it must be the layer's own.
+
+    Args:
+        room: for its rows; None if they are too many.
+    """
+    if room is None:
+        return None
     plain = isinstance(linear.quant_method, UnquantizedLinearMethod) and linear.bias is None
     if not plain or linear.weight.dtype != torch.bfloat16 or not linear.weight.is_contiguous():
         return None
     size, depth = linear.weight.shape
-    return Key(size // 2 if kind is Kind.SWIGLU else size, depth, kind)
+    return Key(size // 2 if kind is Kind.SWIGLU else size, depth, kind, room)
 
 
 def can_fuse_layers(layers: Sequence[nn.Module]) -> bool:

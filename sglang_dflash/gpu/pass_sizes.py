@@ -17,5 +17,10 @@ def row_sizes(block_rows: int, most: int | None) -> list[int]:
         most: what the user allows; None or less than 0 for no limit.
     """
     end = max(MOST_ROWS, block_rows + PROMPT_ROWS)
-    sizes = [*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, end + 1, 256)]
+    sizes = [
+        *range(64, 192, 32),  # where a prompt or two join few requests
+        *range(192, 1024, 64),
+        *range(1024, 2048, 128),
+        *range(2048, end + 1, 256),
+    ]
     return [size for size in sizes if most is None or most < 0 or size <= most]

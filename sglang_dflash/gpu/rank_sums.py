@@ -23,12 +23,12 @@ from sglang_dflash.gpu.kernels.sum_add_norm import Shared, sum_add_norm
 
 logger = logging.getLogger(__name__)
 
-# Asks for the one kernel if it is 1; off by default while no GPUs have run it.
+# 1 asks for the one kernel, 0 for the release's sums; two ranks take the one kernel unasked, more were never tried.
 FUSE_SUMS = "SGLANG_DFLASH_FUSE_SUMS"
 
-# Bytes of the rows of a sum, up to which each rank writes all of them to every rank, by the number of ranks.
-# Two ranks write no more than a sum in two steps would; for others, where the release changes to that.
-MOST_BYTES = {2: 8 << 20, 4: 512 << 10, 6: 256 << 10, 8: 256 << 10}
+# Bytes of the rows of a sum, up to which each rank writes all of them to every rank, by the number of ranks: two
+# H200s gain a fifth of a round at 16 rows and nothing at 128, and with more ranks the release changes to two steps.
+MOST_BYTES = {2: 256 << 10, 4: 256 << 10, 6: 128 << 10, 8: 128 << 10}
 
 _TURNS = 2
 _ALIGNMENT = 256  # bytes
@@ -80,7 +80,7 @@ def open_rank_sums(row_size: int, rows: int, dtype: torch.dtype) -> RankSums | N
         return None
     row_size = -(-row_size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
     most_rows = min(rows, MOST_BYTES.get(group.world_size, 0) // (row_size * dtype.itemsize))
-    asked = os.environ.get(FUSE_SUMS, "0") == "1"
+    asked = os.environ.get(FUSE_SUMS, "1" if group.world_size == 2 else "0") == "1"
     if not asked or most_rows == 0 or not _reaches_peers(group):
         logger.info("DFLASH sums over the ranks by the release's all-reduce")
         return RankSums(group, None, 0)

@@ -13,7 +13,7 @@ import triton
 from torch.nn.functional import linear
 
 from sglang_dflash.gpu.kernels.add_norm import add_norm
-from sglang_dflash.gpu.kernels.skinny_matmul import MOST_ROWS, Tiling, compile_only, launch
+from sglang_dflash.gpu.kernels.skinny_matmul import Tiling, compile_only, launch
 from sglang_dflash.gpu.kernels.swiglu import swiglu
 from sglang_dflash.gpu.tilings import Key, Kind
 
@@ -27,13 +27,13 @@ _REPLAYS = 5
 def time_tilings(
     key: Key, weights: Sequence[torch.Tensor], tilings: Sequence[Tiling], seconds: float
 ) -> dict[Tiling | None, float]:
-    """Microseconds of a product and of what takes it, at the most rows that tilings are for.
+    """Microseconds of a product and of what takes it, at the most rows that the key is for.
 
     Tilings that this GPU cannot run, or that compute something else, are left out, and so are those for
     which there was no time.
     """
     end, weights = time.monotonic() + seconds, weights[:_MOST_WEIGHTS]
-    x = torch.randn(MOST_ROWS, key.depth, dtype=torch.bfloat16, device=weights[0].device)
+    x = torch.randn(key.rows, key.depth, dtype=torch.bfloat16, device=weights[0].device)
     after = _after(key, x)
     times = {None: _microseconds(weights, lambda weight: after(linear(x, weight)))}
     with_swiglu = key.kind is Kind.SWIGLU

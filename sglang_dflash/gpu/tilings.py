@@ -34,14 +34,15 @@ class Kind(StrEnum):
 
 
 class Key(NamedTuple):
-    """A product: `size` outputs a row (with SwiGLU, after it) of `depth` inputs."""
+    """A product: `size` outputs a row (with SwiGLU, after it) of `depth` inputs, and up to `rows` rows."""
 
     size: int
     depth: int
     kind: Kind
+    rows: int
 
     def __str__(self) -> str:
-        return f"{self.size}x{self.depth} {self.kind}"
+        return f"{self.size}x{self.depth} {self.kind} {self.rows}"
 
 
 # None: cuBLAS.
@@ -49,22 +50,45 @@ Found = dict[Key, Tiling | None]
 # Key, weights of that shape, tilings, seconds → microseconds of each that was timed; None is cuBLAS.
 Time = Callable[[Key, Sequence[torch.Tensor], Sequence[Tiling], float], dict[Tiling | None, float]]
 
+QKV, OUT = (6144, 4096, Kind.SUMMED), (4096, 4096, Kind.SUMMED)
+GATE_UP, DOWN = (12288, 4096, Kind.SWIGLU), (4096, 12288, Kind.SUMMED)
 # Qwen3-8B's on an H200.
 QWEN3_8B: Found = {
-    Key(6144, 4096, Kind.SUMMED): Tiling(64, 128, 128, 1, 5, 4),  # QKV
-    Key(4096, 4096, Kind.SUMMED): Tiling(64, 128, 128, 2, 5, 4),  # output of attention
-    Key(12288, 4096, Kind.SWIGLU): Tiling(64, 64, 128, 1, 4, 4),  # gate and up
-    Key(4096, 12288, Kind.SUMMED): Tiling(64, 128, 128, 2, 5, 4),  # down
+    Key(*QKV, 16): Tiling(64, 128, 128, 1, 5, 4),
+    Key(*OUT, 16): Tiling(64, 128, 128, 2, 5, 4),
+    Key(*GATE_UP, 16): Tiling(64, 64, 128, 1, 4, 4),
+    Key(*DOWN, 16): Tiling(64, 128, 128, 2, 5, 4),
+    Key(*QKV, 32): Tiling(64, 128, 128, 1, 8, 4),
+    Key(*OUT, 32): Tiling(64, 128, 128, 2, 8, 4),
+    Key(*GATE_UP, 32): None,
+    Key(*DOWN, 32): Tiling(64, 128, 128, 2, 8, 4),
+    Key(*QKV, 64): Tiling(64, 128, 128, 1, 5, 4),
+    Key(*OUT, 64): Tiling(64, 128, 128, 2, 5, 4),
+    Key(*GATE_UP, 64): Tiling(128, 64, 64, 1, 4, 8),
+    Key(*DOWN, 64): Tiling(64, 128, 128, 2, 5, 4),
+    Key(*QKV, 128): None,
+    Key(*OUT, 128): Tiling(64, 64, 64, 2, 8, 4),
+    Key(*GATE_UP, 128): None,
+    Key(*DOWN, 128): Tiling(64, 64, 64, 2, 8, 4),
 }
 # What these GPUs were fastest with, which is not measured again.
 KNOWN: dict[str, Found] = {"NVIDIA H200": QWEN3_8B}
-SECONDS = 10.0  # that a start may take longer for a model that is new
+SECONDS = 15.0  # that a start may take longer for a model that is new
 _CANDIDATES = 6  # each is compiled, which takes about a second
 _GAIN = 0.98  # of cuBLAS's time, which a tiling must stay below: less is noise
-# Rows and columns of a tile, tiles under way; with SwiGLU there are two tiles of weights for each.
+# By rows of the product: rows and columns of a tile, tiles under way, warps.
 _TILES = {
-    False: ((64, 128, 5), (32, 128, 8), (64, 64, 8)),
-    True: ((64, 64, 4), (32, 128, 4), (64, 128, 3)),
+    16: ((64, 128, 5, 4), (32, 128, 8, 4), (64, 64, 8, 4)),
+    32: ((64, 128, 8, 4), (128, 128, 4, 4), (64, 64, 8, 4)),
+    64: ((64, 128, 5, 4), (64, 64, 8, 4), (128, 64, 8, 4)),
+    128: ((64, 64, 8, 4), (128, 64, 5, 8)),
+}
+# The same with SwiGLU, where there are two tiles of weights for each; for 128 rows cuBLAS is faster by far.
+_SWIGLU_TILES = {
+    16: ((64, 64, 4, 4), (32, 128, 4, 4), (64, 128, 3, 4)),
+    32: ((64, 64, 8, 4), (64, 128, 4, 4)),
+    64: ((128, 64, 4, 8), (64, 64, 8, 4)),
+    128: (),
 }
 _FILE = TypeAdapter(dict[str, dict[str, Tiling | None]])
 
@@ -214,10 +238,12 @@ def cache_folder() -> Path:
 def candidates(key: Key, multiprocessors: int) -> list[Tiling]:
     """Tilings worth a look, the likeliest first: those whose programs fill the GPU best."""
     parts = (1, 2, 3, 4) if key.kind is Kind.SUMMED else (1,)
+    tiles = (_SWIGLU_TILES if key.kind is Kind.SWIGLU else _TILES)[key.rows]
+    first = 128 if key.rows <= 16 else 0  # more rows take the registers that more weights would
     found = {}
-    for place, (rows, columns, stages) in enumerate(_TILES[key.kind is Kind.SWIGLU]):
+    for place, (rows, columns, stages, warps) in enumerate(tiles):
         for many in parts:
-            tiling = Tiling(rows, columns, 128, many, stages, 4)
+            tiling = Tiling(rows, columns, max(first, columns), many, stages, warps)
             if tiling.fits(key.size, key.depth):
                 programs = key.size // rows * many
                 room = -(-programs // multiprocessors) * multiprocessors
@@ -234,9 +260,9 @@ def fastest(times: Mapping[Tiling | None, float]) -> Tiling | None:
 def _key(name: str) -> Key | None:
     """What `str(key)` wrote."""
     try:
-        sizes, kind = name.split(" ")
+        sizes, kind, rows = name.split(" ")
         size, depth = sizes.split("x")
-        return Key(int(size), int(depth), Kind(kind))
+        return Key(int(size), int(depth), Kind(kind), int(rows))
     except ValueError:
         return None
 

@@ -32,7 +32,7 @@ SIZES = dict(
     head_dim=64,
 )
 # Blocks of 4 rows each: products by tilings and by cuBLAS, sums that start early and that do not.
-REQUESTS = (1, 4, 40)
+REQUESTS = (1, 4, 7, 14, 30, 40)
 
 
 def differences(name: str, tilings: Tilings, ranks: RankSums | None) -> float:

@@ -17,7 +17,7 @@ from sglang_dflash.gpu.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
-from sglang_dflash.gpu.kernels.skinny_matmul import Tiling, launch
+from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, Tiling, launch, room_for
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
 from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
 from sglang_dflash.round.accept import accept
@@ -225,7 +225,7 @@ def test_row_max_of_nan() -> None:
     assert index.tolist() == x.max(dim=-1).indices.tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [1, 16, 21, 64, 100])
 @pytest.mark.parametrize(
     "tiling",
     [Tiling(64, 64, 128, 1, 2, 4), Tiling(64, 64, 64, 2, 3, 4), Tiling(128, 32, 64, 1, 4, 8)],
@@ -249,6 +249,18 @@ def test_skinny_matmul(tiling: Tiling, rows: int) -> None:
         )
 
 
+def test_rooms_for_rows() -> None:
+    assert [room_for(rows) for rows in (1, 16, 17, 64, 65, 128, 129)] == [
+        16,
+        16,
+        32,
+        64,
+        128,
+        128,
+        None,
+    ]
+
+
 def test_a_tiling_that_does_not_fit() -> None:
     """What it would leave out, or cannot be compiled, is refused."""
     tiling = Tiling(64, 128, 128, 2, 5, 4)
@@ -259,28 +271,26 @@ def test_a_tiling_that_does_not_fit() -> None:
     assert not tiling._replace(parts=0).fits(4096, 12288)
 
 
-REAL = {key: tiling for found in KNOWN.values() for key, tiling in found.items()}
+REAL = {key: tiling for found in KNOWN.values() for key, tiling in found.items() if tiling}
 # Of Qwen3-30B-A3B, and of Qwen3-8B on two GPUs.
-OTHERS = (
-    Key(5120, 2048, Kind.SUMMED),
-    Key(4096, 2048, Kind.WHOLE),
-    Key(6144, 4096, Kind.SWIGLU),
+OTHERS = tuple(
+    Key(*product, rows)
+    for rows in ROOMS
+    for product in ((5120, 2048, Kind.SUMMED), (4096, 2048, Kind.WHOLE), (6144, 4096, Kind.SWIGLU))
 )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the shapes of a real model need a GPU")
 @pytest.mark.parametrize("key", [*REAL, *OTHERS], ids=str)
 def test_tilings_of_real_models(key: Key) -> None:
-    """As they run: at 16 rows and less."""
+    """As they run: at the rows of the key and less."""
     with_swiglu = key.kind is Kind.SWIGLU
     weight = torch.randn(
         key.size * (1 + with_swiglu), key.depth, device=DEVICE, dtype=torch.bfloat16
     )
     weight /= key.depth**0.5
-    known = [REAL[key]] if key in REAL else candidates(key, 132)
-    assert known
-    for tiling in known:
-        for rows in (2, 16):
+    for tiling in [REAL[key]] if key in REAL else candidates(key, 132):
+        for rows in (key.rows // 2 + 1, key.rows):
             x = torch.randn(rows, key.depth, device=DEVICE, dtype=torch.bfloat16)
             expected = x.float() @ weight.float().t()
             y = launch(x, weight, tiling, with_swiglu)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sglang_dflash.gpu import rank_sums
 from sglang_dflash.gpu.kernels.add_norm import add_norm_reference
 from sglang_dflash.gpu.kernels.sum_add_norm import Shared, sum_add_norm
 
@@ -87,3 +89,29 @@ def test_a_rank_that_does_not_come() -> None:
     x, residual, weight = inputs(0, 0)
     made = sum_add_norm(x, residual, weight, 1e-6, Shared(*tables, 0, ROW_SIZE), 0, 10)
     assert not torch.allclose(made[0], expected(0, 2)[0])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "tried"),
+    [
+        (1, "1", False),
+        (2, None, True),
+        (2, "0", False),
+        (2, "1", True),
+        (4, None, False),
+        (4, "1", True),
+    ],
+)
+def test_who_gets_one_kernel(
+    ranks: int, asked: str | None, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks unasked; the look at what they reach of each other comes after the question."""
+    looked = []
+    monkeypatch.delenv(rank_sums.FUSE_SUMS, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(rank_sums.FUSE_SUMS, asked)
+    monkeypatch.setattr(rank_sums, "get_tp_group", lambda: SimpleNamespace(world_size=ranks))
+    monkeypatch.setattr(rank_sums, "_reaches_peers", lambda group: bool(looked.append(group)))
+    sums = rank_sums.open_rank_sums(4096, 512, torch.bfloat16)
+    assert bool(looked) == tried and (sums is None) == (ranks == 1)
+    assert sums is None or not sums.adds_parts(1)

@@ -252,7 +252,7 @@ def test_row_sizes() -> None:
     assert sizes[0] == 64 and sizes[-1] == MOST_ROWS == 2048
     assert sizes == sorted(set(sizes)) and {960, 1024, 1152} < set(sizes)
     assert row_sizes(0, 4096) == sizes
-    assert row_sizes(0, 200) == [64, 128, 192]
+    assert row_sizes(0, 200) == [64, 96, 128, 160, 192]
     assert row_sizes(0, 63) == [] and row_sizes(0, -1) == sizes
     assert row_sizes(2048, None)[-1] == 2048 + PROMPT_ROWS
 

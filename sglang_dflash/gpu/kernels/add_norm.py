@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.gpu.kernels.launch import starts_early
+from sglang_dflash.gpu.kernels.launch import can_overlap, starts_early
 
 
 @triton.jit
@@ -58,7 +58,9 @@ def add_norm(
     """
     n, size = residual.shape
     y, total = torch.empty_like(residual), torch.empty_like(residual)
-    early = starts_early(n)
+    parts = x.shape[0] if x.dim() == 3 else 1
+    # Parts come of a product that lets the kernel after it start.
+    early = starts_early(n) or parts > 1 and can_overlap()
     _add_norm[(n,)](
         x,
         residual,
@@ -67,7 +69,7 @@ def add_norm(
         total,
         eps,
         n,
-        PARTS=x.shape[0] if x.dim() == 3 else 1,
+        PARTS=parts,
         SIZE=size,
         SIZE_POW2=triton.next_power_of_2(size),
         EARLY=early,

@@ -12,17 +12,18 @@ from typing import NamedTuple
 
 import torch
 
-_MOST_ROWS = 32  # 128 rows were slower: docs/rejected.md
+_MOST_ROWS = 64  # 128 rows were slower: docs/rejected.md
 
 
 @functools.cache
-def _can_overlap() -> bool:
+def can_overlap() -> bool:
+    """Whether this GPU launches kernels beside their predecessors."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def starts_early(rows: int) -> bool:
     """Whether kernels over so many rows are launched beside their predecessors."""
-    return rows <= _MOST_ROWS and _can_overlap()
+    return rows <= _MOST_ROWS and can_overlap()
 
 
 class Device(NamedTuple):

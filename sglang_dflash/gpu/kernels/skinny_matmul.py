@@ -1,4 +1,4 @@
-"""Matrix products of up to 16 rows, which take as long as reading the weights does.
+"""Matrix products of few rows, which take as long as reading the weights does.
 
 Weights are the left operand, so that the matrix unit's 64 rows are theirs. A program loads its first
 tile before it waits for the kernel before it: weights never depend on that one, and the memory stays
@@ -14,9 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dflash.gpu.kernels.launch import starts_early
+from sglang_dflash.gpu.kernels.launch import can_overlap
 
-MOST_ROWS = 16
+# Rows that the kernel is compiled for. More are too many for programs that each read all of them.
+ROOMS = (16, 32, 64, 128)
+MOST_ROWS = ROOMS[-1]
+
+
+def room_for(rows: int) -> int | None:
+    """The least of `ROOMS` that holds so many rows; None for more than `MOST_ROWS`."""
+    return next((room for room in ROOMS if rows <= room), None)
 
 
 class Tiling(NamedTuple):
@@ -128,11 +135,11 @@ def _call(
         y = torch.empty(tiling.parts, rows, size, dtype=torch.float32, device=x.device)
     else:
         y = x.new_empty(rows, size)
-    early = starts_early(rows)
+    early = can_overlap()
     options = dict(
         N=size,
         K=depth,
-        ROWS=MOST_ROWS,
+        ROWS=room_for(rows),
         TILE_N=tiling.rows,
         TILE_K=tiling.columns,
         FIRST=tiling.first,
