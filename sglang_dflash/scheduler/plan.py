@@ -140,12 +140,24 @@ class BestRows(WholeBlocks):
         choices = self._choices_of(requests, prompt_rows)
         if not self._requests:
             return choices.plans[0]
+        tokens, times = self._promised(choices, requests, keys)
+        # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
+        usual = (tokens, times)
+        if prompt_rows:
+            usual = self._promised(self._choices_of(requests, 0), requests, keys)
+        worth = tokens - (usual[0] / usual[1]).max() * times
+        best = int(worth.argmax())
+        gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
+        pays = gains or choices.plans[0].total is not None
+        return choices.plans[best if pays else 0]
+
+    def _promised(
+        self, choices: _Choices, requests: int, keys: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and milliseconds of each choice."""
         scale = requests / self._requests
         drafts = np.interp((choices.rows - requests) / scale, self._at, self._gains)
-        rates = (requests + scale * drafts) / (choices.times + self._costs.context * keys)
-        best = int(rates.argmax())
-        pays = rates[best] > _WORTH * rates[0] or choices.plans[0].total is not None
-        return choices.plans[best if pays else 0]
+        return requests + scale * drafts, choices.times + self._costs.context * keys
 
     def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         plan = self.plan(requests, keys, prompt_rows)

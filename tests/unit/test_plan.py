@@ -11,7 +11,7 @@ from sglang_dflash.scheduler.plan import PLAIN, PROBE, RAGGED, WHOLE, BestRows
 WIDTH, SIZES = 16, [64, 128, 256, 512, 1024, 2048]
 
 
-def costs(per_row: float, base: float = 5.0, draft: float = 0.5) -> Costs:
+def costs(per_row: float, base: float = 5.0, draft: float = 0.5, sizes: list[int] = SIZES) -> Costs:
     """Rounds that read weights, and then take longer with each row."""
     requests = [1, 8, 32, 128]
 
@@ -22,8 +22,8 @@ def costs(per_row: float, base: float = 5.0, draft: float = 0.5) -> Costs:
         draft=Staircase(requests, [draft] * len(requests)),
         whole=stairs(requests, WIDTH),
         plain=stairs(requests, 1),
-        ragged=stairs(SIZES, 1),
-        head=Staircase(SIZES, [0.0] * len(SIZES)),
+        ragged=stairs(sizes, 1),
+        head=Staircase(sizes, [0.0] * len(sizes)),
         context=1e-5,
     )
 
@@ -82,6 +82,17 @@ def test_prompts_take_rows() -> None:
     assert beside.reason == RAGGED and beside.rows(100) + 600 == 2048
     plans.note(chances(0.0))
     assert plans.plan(100, prompt_rows=600).rows(100) == 100
+
+
+@pytest.mark.parametrize("requests", [8, 32])
+def test_rows_are_as_dear_beside_prompts(requests: int) -> None:
+    """Those of a prompt make a round longer, which is no reason to verify drafts that did not pay without."""
+    plans = BestRows(WIDTH, costs(0.02, sizes=[*range(16, 2049, 16)]))
+    plans.note(chances(0.8))
+    alone = plans.plan(requests).rows(requests)
+    beside = [plans.plan(requests, prompt_rows=n).rows(requests) for n in (64, 256, 512)]
+    assert requests < alone < requests * WIDTH
+    assert beside == [alone] * 3
 
 
 def test_more_requests_than_a_graph_holds() -> None:
