@@ -335,7 +335,7 @@ def is_greedy(req: Req) -> bool:
 def needs_history(reqs: Iterable[Req]) -> bool:
     """Whether requests can only be drawn for when all their earlier tokens are on the host.
 
-    The overlapped scheduler then looks at a round's result before it launches the next.
+    The overlapped scheduler then looks at a round's result before it has the draws of the next launched.
     """
     return any(req.grammar is not None or req.custom_logit_processor for req in reqs)
 

@@ -188,22 +188,23 @@ class RoundGraphs:
         short = Key(bucket, width, longest <= SHORT_CONTEXT)
         return short if short in self._graphs else Key(bucket, width, False)
 
-    def verify(
-        self, key: Key, proposed: Proposed, sampling: Sampling | None = None
+    def verify(self, key: Key) -> None:
+        """The second stage of a round, over whole blocks, after `propose` for the same key."""
+        self._graphs[key].verify.replay()
+
+    def accept(
+        self, key: Key, requests: int, sampling: Sampling | None = None
     ) -> tuple[Accepted, LogitsProcessorOutput | None]:
-        """The other stages of a round, over whole blocks; its result is overwritten by the next.
+        """The last stages of a round after `verify` for the same key; the result is overwritten by the next.
 
         Args:
-            proposed: what `propose` gave for the same key.
             sampling: how to draw, kernel by kernel; None for the likeliest tokens.
         """
-        graphs, batch_size = self._graphs[key], len(proposed.draft_tokens)
-        sampling = sampling and sampling.after(proposed.draft_tokens)
-        graphs.verify.replay()
+        graphs = self._graphs[key]
         if sampling is not None:
-            return accept_blocks(self.parts, graphs.blocks.first(batch_size), sampling)
+            return accept_blocks(self.parts, graphs.blocks.first(requests), sampling)
         graphs.greedy.replay()
-        return graphs.accepted.first(batch_size), None
+        return graphs.accepted.first(requests), None
 
     def propose(self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
         """The first stage of a round over the requests at `rows` ([bs] int64)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -20,7 +20,7 @@ from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.side_by_side import Drafted
-from sglang_dflash.round.stages import accept_blocks, run_models
+from sglang_dflash.round.stages import Blocks, accept_blocks, run_models
 from sglang_dflash.round.survival import Survival
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class RoundResult:
     output: LogitsProcessorOutput | None = None
     fell_back: str | None = None
     expected: OnItsWay | None = None
+
+
+# Launches what is left of a round.
+Finish = Callable[[], RoundResult]
 
 
 class RoundRunner:
@@ -101,7 +105,7 @@ class RoundRunner:
             )
         )
 
-    def run(
+    def launch(
         self,
         rows: torch.Tensor,
         start_bounds: torch.Tensor,
@@ -109,14 +113,17 @@ class RoundRunner:
         sampling: Sampling | None = None,
         cut: bool = True,
         total: int | None = None,
-    ) -> RoundResult:
-        """One round over the requests at `rows` ([bs] int64).
+    ) -> Finish:
+        """Launches one round over the requests at `rows` ([bs] int64), as far as the target's pass.
 
         Args:
             start_bounds: [bs] int64 on the host, no less than the committed lengths.
             sampling: how to draw; None for the likeliest tokens.
             cut: whether a row may have no slot.
             total: how many rows of all blocks are verified; None for all.
+
+        Returns:
+            Launches the rest; to be called before the next round. Draws may need tokens that are known only then.
         """
         parts, graphs = self.parts, self.graphs
         if graphs is None or (key := graphs.key(start_bounds, width)) is None:
@@ -125,13 +132,18 @@ class RoundRunner:
             )
             blocks = run_models(parts, round, parts.draft, parts.target)
             fell_back = None if graphs is None else NO_GRAPH
-            return RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
+            return lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
         proposed = graphs.propose(key, rows, sampling)
-        if total is None:
-            return self._learn(proposed, None, *graphs.verify(key, proposed, sampling))
         sampling = sampling and sampling.after(proposed.draft_tokens)
+        if total is None:
+            graphs.verify(key)
+            return lambda: self._learn(proposed, None, *graphs.accept(key, len(rows), sampling))
         blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total))
-        return self._learn(proposed, blocks.ragged, *accept_blocks(parts, blocks, sampling))
+        return partial(self._accept, proposed, blocks, sampling)
+
+    def run(self, *args: Any, **kwargs: Any) -> RoundResult:
+        """A whole round; see `launch`."""
+        return self.launch(*args, **kwargs)()
 
     def holds_prompts(
         self, start_bounds: torch.Tensor, width: int, rows: int, prompts: ModelWorkerBatch
@@ -145,7 +157,7 @@ class RoundRunner:
             and both.holds(rows + len(prompts.input_ids), requests + len(prompts.reqs))
         )
 
-    def run_with_prompts(
+    def launch_with_prompts(
         self,
         rows: torch.Tensor,
         start_bounds: torch.Tensor,
@@ -153,8 +165,8 @@ class RoundRunner:
         sampling: Sampling | None,
         prefill: Callable[[], GenerationBatchResult],
         total: int | None = None,
-    ) -> tuple[RoundResult, GenerationBatchResult]:
-        """A round, and prompts that the target runs in the same pass; see `run`.
+    ) -> tuple[Finish, GenerationBatchResult]:
+        """A round, and prompts that the target runs in the same pass; see `launch`.
 
         Args:
             prefill: runs the prompts.
@@ -163,9 +175,10 @@ class RoundRunner:
         sampling = sampling and sampling.after(proposed.draft_tokens)
         self.prompt_graphs.board(_drafted(proposed, start_bounds, total))
         result = prefill()
-        blocks = self.prompt_graphs.leave()
-        accepted = accept_blocks(self.parts, blocks, sampling)
-        return self._learn(proposed, blocks.ragged, *accepted), result
+        return partial(self._accept, proposed, self.prompt_graphs.leave(), sampling), result
+
+    def _accept(self, proposed: Proposed, blocks: Blocks, sampling: Sampling | None) -> RoundResult:
+        return self._learn(proposed, blocks.ragged, *accept_blocks(self.parts, blocks, sampling))
 
     def _learn(
         self,

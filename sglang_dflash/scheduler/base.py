@@ -18,7 +18,7 @@ from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
-from sglang_dflash.round.run import AUTO, RoundResult, capture
+from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.pace import NoPace, pace_of
 from sglang_dflash.scheduler.plan import planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
@@ -133,11 +133,14 @@ class DFlashWorkerBase:
         self.metrics.ran_prompts(batch.extend_num_tokens, ALONE)
         return prefill(self.parts, self.target_worker, batch)
 
-    def run_round(self, batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> RoundResult:
-        """Launches a round over a decode batch whose slots are reserved.
+    def launch_round(self, batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> Finish:
+        """Launches a round over a decode batch whose slots are reserved, as far as the target's pass.
 
         Args:
             ahead: tokens that a request may have beyond those that the host knows to be committed.
+
+        Returns:
+            Launches the rest; see `RoundRunner.launch`.
         """
         starts = [req.kv_committed_len + ahead for req in batch.reqs]
         plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows)
@@ -148,7 +151,7 @@ class DFlashWorkerBase:
         self.pace.launching()
         if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
-            result, done = self.rounds.run_with_prompts(
+            finish, done = self.rounds.launch_with_prompts(
                 rows, bounds, width, sampling, run, plan.total
             )
             self.riding.done(done)
@@ -156,11 +159,15 @@ class DFlashWorkerBase:
         else:
             ends = zip(batch.reqs, starts, strict=True)
             cut = any(start + width > slot_limit(req) for req, start in ends)
-            result = self.rounds.run(rows, bounds, width, sampling, cut, plan.total)
+            finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total)
         verified = plan.rows(len(starts))
         size = verified if prompts is None else _rounded(verified + prompts.extend_num_tokens)
         self.pace.launched((width, size, sampling is None))
         self.metrics.launched(plan.reason, verified, self.pace.launch_seconds)
+        return partial(self._finish, finish)
+
+    def _finish(self, finish: Finish) -> RoundResult:
+        result = finish()
         if result.fell_back:
             self.metrics.fell_back(result.fell_back)
         if self.watch:

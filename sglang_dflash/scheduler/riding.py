@@ -7,6 +7,7 @@ target runs them in one pass is a matter of the graphs that there are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.utils import ceil_align
 
 from sglang_dflash.round.run import RoundRunner
-from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
+from sglang_dflash.scheduler.ending import leave_out_ending
 from sglang_dflash.scheduler.plan import Plan, WholeBlocks
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Riding:
     def board(self, scheduler: Scheduler, prompts: ScheduleBatch) -> ScheduleBatch | None:
         """The decode batch that runs beside prompts that were just chosen, prepared for its round.
 
-        None if there is none, or if it has to wait for a result: it then decodes in the next step.
+        None if there is none, or if there is no room for both: it then decodes in the next step.
         """
         batch = scheduler.running_batch
         pending = batch.is_spec_v2 and scheduler.result_queue
@@ -56,8 +57,6 @@ class Riding:
         blocks = self._planner.plan(len(living), prompt_rows=rows).rows(len(living))
         graphs = self._rounds.prompt_graphs
         if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
-            return None
-        if pending and waits_for_history(batch.reqs[i] for i in living):
             return None
         if not _leaves_enough(scheduler, batch.new_tokens_required_next_decode(living)):
             return None
@@ -89,6 +88,8 @@ class Riding:
             self._prompts = None
         result = scheduler.run_batch(prompts)
         result.riders = (riders.copy(), ridden)
+        if ridden.delay_sample_func is not None:
+            result.delay_sample_func = partial(_launch_rest, result, ridden, riders.return_logprob)
         return result
 
     @property
@@ -118,6 +119,21 @@ class Riding:
         """The result of the prompts that are asked for, if a round took them along."""
         done, self._done = self._done, None
         return done
+
+
+def _launch_rest(
+    result: GenerationBatchResult, ridden: GenerationBatchResult, logprobs: bool
+) -> GenerationBatchResult:
+    """The rest of a round that waited for a result, as the scheduler has it launched for a batch alone.
+
+    Args:
+        result: of the prompts beside it, which have their first tokens.
+        logprobs: whether a request of the round asks for log-probabilities.
+    """
+    ridden.delay_sample_func()
+    ridden.copy_to_cpu(logprobs)
+    ridden.delay_sample_func = None
+    return result
 
 
 def _leaves_enough(scheduler: Scheduler, slots: int) -> bool:

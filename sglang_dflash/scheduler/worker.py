@@ -29,7 +29,7 @@ class DFlashWorker(DFlashWorkerBase):
             return result
 
         reserve(batch, self.width)
-        result = self.run_round(batch, ahead=0)
+        result = self.launch_round(batch, ahead=0)()
         accepted = result.accepted
         taken = self.commit(
             batch.reqs, accepted.tokens, accepted.lengths, result.output, result.expected

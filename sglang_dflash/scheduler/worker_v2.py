@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_dflash.round.run import Finish
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
 
 # Why an overlapped round waited for the result of the one before.
-HISTORY, SLOTS = "history", "slots"
+SLOTS = "slots"
 
 
 class DFlashWorkerV2(DFlashWorkerBase):
@@ -51,29 +53,28 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
 
-        So it is where draws need all earlier tokens. And where the pool lacks slots for two rounds: its
-        requests get slots for one round once that result is known, and none is retracted that this
-        would have served.
+        So it is where the pool lacks slots for two rounds: its requests get slots for one round once that result
+        is known, and none is retracted that this would have served.
 
         Args:
             batch: the next decode batch. Requests for which a round would be in vain leave it; its lookahead
                 shrinks if the answer is yes.
         """
         leave_out_ending(batch)
-        living = range(len(batch.reqs))
-        if waits_for_history(batch.reqs):
-            reason = HISTORY
-        elif living and not batch.check_decode_mem():
-            reason = SLOTS
-        else:
+        if not batch.reqs or batch.check_decode_mem():
             return False
         batch.spec_info = replace(batch.spec_info, lookahead=self.width)
-        self.metrics.fell_back(reason)
+        self.metrics.fell_back(SLOTS)
         return True
 
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
-        """Launches a prefill, or one round over a decode batch; waits for neither."""
+        """Launches a prefill, or one round over a decode batch; waits for neither.
+
+        Where draws need all earlier tokens on the host, the scheduler looks at the pending result before it has
+        the rest of the round launched (`delay_sample_func`), while the target runs.
+        """
         next_input = DFlashDraftInput(lookahead=2 * self.width, new_seq_lens=batch.seq_lens)
+        late = waits_for_history(batch.reqs)
         for req in batch.reqs:
             req.results_in_flight = getattr(req, "results_in_flight", 0) + 1
         if batch.forward_mode.is_extend():
@@ -82,16 +83,14 @@ class DFlashWorkerV2(DFlashWorkerBase):
             return result
 
         # The round before this one may still be running: it commits at most a block more.
-        result = self.run_round(batch, ahead=self.width)
-        launched = GenerationBatchResult(
-            logits_output=result.output or LogitsProcessorOutput(next_token_logits=None),
-            next_token_ids=result.accepted.tokens.flatten(),
-            accept_lens=result.accepted.lengths,
-            next_draft_input=next_input,
-        )
-        launched.expected = result.expected
+        finish = self.launch_round(batch, ahead=self.width)
+        launched = GenerationBatchResult(next_draft_input=next_input)
         launched.launched = batch  # whose tensors are read until the result is there
-        return launched
+        rest = partial(_launch_rest, launched, finish)
+        if late:
+            launched.delay_sample_func = rest
+            return launched
+        return rest()
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
         """Commits a round to its requests, now that its result is on the host; the tokens of each."""
@@ -108,6 +107,16 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def first_tokens(self, reqs: Sequence[Req], tokens: list[int]) -> list[int]:
         _landed(reqs)
         return super().first_tokens(reqs, tokens)
+
+
+def _launch_rest(launched: GenerationBatchResult, finish: Finish) -> GenerationBatchResult:
+    """What a round gives, filled in."""
+    result = finish()
+    launched.logits_output = result.output or LogitsProcessorOutput(next_token_logits=None)
+    launched.next_token_ids = result.accepted.tokens.flatten()
+    launched.accept_lens = result.accepted.lengths
+    launched.expected = result.expected
+    return launched
 
 
 def _landed(reqs: Iterable[Req]) -> None:

@@ -90,11 +90,12 @@ class EagerRounds:
     def key(self, start_bounds: torch.Tensor, width: int) -> int:
         return width
 
-    def verify(self, width: int, proposed: Proposed, sampling: Sampling | None = None) -> Any:
-        parts, drafts = self.parts, proposed.draft_tokens
-        sampling = sampling and sampling.after(drafts)
-        blocks = verify_blocks(parts, proposed.round, drafts, parts.target)
-        return accept_blocks(parts, blocks, sampling)
+    def verify(self, width: int) -> None:
+        parts, (round, drafts) = self.parts, self._proposed
+        self._blocks = verify_blocks(parts, round, drafts, parts.target)
+
+    def accept(self, width: int, requests: int, sampling: Sampling | None = None) -> Any:
+        return accept_blocks(self.parts, self._blocks, sampling)
 
     def propose(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
         round, estimate = self._open(width, rows), None
@@ -104,6 +105,7 @@ class EagerRounds:
             tell_who_draws(drawn, sampling)
             ended = self.parts.state.ended
             estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
+        self._proposed = round, drafts.tokens
         return Proposed(round, drafts.tokens, estimate)
 
     def _open(self, width: int, rows: torch.Tensor) -> Round:

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
 from sglang_dflash.scheduler.plan import PLAIN, PROBE, RAGGED, WHOLE
-from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS
+from sglang_dflash.scheduler.worker_v2 import SLOTS
 from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, METRICS, NoMetrics, RoundMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,7 +63,7 @@ def test_documentation() -> None:
     }
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
     plans = (WHOLE, RAGGED, PLAIN, PROBE)
-    for reason in (NO_GRAPH, HISTORY, SLOTS, IN_ROUNDS, ALONE, *plans):
+    for reason in (NO_GRAPH, SLOTS, IN_ROUNDS, ALONE, *plans):
         assert f"| `{reason}` |" in text
     requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()
     refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))

@@ -18,7 +18,7 @@ from sglang.srt.utils import ceil_align
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.reserve import reserve, slot_limit, slots_required
 from sglang_dflash.scheduler.rows import rows_of_requests
-from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS, DFlashWorkerV2
+from sglang_dflash.scheduler.worker_v2 import SLOTS, DFlashWorkerV2
 
 WIDTH, CONTEXT, SIZE = 8, 96, 960
 ONE_ROUND, TWO_ROUNDS = WIDTH, 2 * WIDTH
@@ -188,21 +188,31 @@ def test_reservations_shrink_before_anyone_is_retracted(free: int) -> None:
     assert batch.check_decode_mem() == (free >= WIDTH)
 
 
-def test_rounds_that_need_history_wait_before_anything_is_reserved() -> None:
-    """A grammar makes its batch wait for a result of its own; that of a request that has finished does not."""
-    batch = world(1)
-    req, done = admit(batch, prompt=10, limit=60), admit(batch, prompt=10, limit=60)
-    req.finished, done.finished = lambda: False, lambda: True
-    done.grammar = object()
-    batch, (made, reasons) = overlapped(batch), worker()
-    for grammar, in_flight, waits in ((object(), 1, True), (object(), 0, False), (None, 1, False)):
-        batch.spec_info, req.grammar = DFlashDraftInput(TWO_ROUNDS), grammar
-        req.results_in_flight = in_flight
-        before = batch.tree_cache.token_to_kv_pool_allocator.available_size()
-        assert made.must_wait(batch) == waits
-        assert batch.spec_info.lookahead == (ONE_ROUND if waits else TWO_ROUNDS)
-        assert batch.tree_cache.token_to_kv_pool_allocator.available_size() == before
-    assert reasons == [HISTORY]
+@pytest.mark.parametrize(("in_flight", "late"), [(0, False), (1, True)])
+def test_draws_that_need_history_are_launched_behind_the_result(in_flight: int, late: bool) -> None:
+    """The round is launched without it: a grammar asks for a result of its own, where one is in flight."""
+    made, launched = worker()[0], []
+    accepted = SimpleNamespace(tokens=torch.tensor([[5, 6]]), lengths=torch.tensor([2]))
+    rest = SimpleNamespace(output=None, accepted=accepted, expected=None)
+
+    def launch_round(batch, ahead: int):
+        launched.append(ahead)
+        return lambda: rest
+
+    made.launch_round = launch_round
+    constrained = SimpleNamespace(grammar=object(), results_in_flight=in_flight)
+    other = SimpleNamespace(grammar=None, custom_logit_processor=None, results_in_flight=1)
+    batch = SimpleNamespace(
+        reqs=[constrained, other],
+        seq_lens=None,
+        forward_mode=SimpleNamespace(is_extend=lambda: False),
+    )
+    result = made.forward_batch_generation(batch)
+    assert launched == [WIDTH] and (result.delay_sample_func is not None) == late
+    if late:
+        assert result.next_token_ids is None and result.delay_sample_func() is result
+    assert result.next_token_ids.tolist() == [5, 6] and result.accept_lens.tolist() == [2]
+    assert constrained.results_in_flight == in_flight + 1
 
 
 @settings(deadline=None)

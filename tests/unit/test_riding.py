@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -120,17 +121,24 @@ def test_nobody_rides() -> None:
     assert not boards(scheduler)
 
 
-def test_who_needs_history_waits_for_a_result_of_its_own() -> None:
-    constrained = request(grammar=object())
+def test_who_needs_history_rides_with_a_result_in_flight() -> None:
+    """Its draws wait for that, not its round."""
     waiting = request(grammar=object(), results_in_flight=1)
-    assert boards(world(constrained))
-    assert boards(world(constrained, request(results_in_flight=1), result_queue=[None]))
-    assert not boards(world(request(), waiting, result_queue=[None]))
-    ended = request(grammar=object(), results_in_flight=1, finished=lambda: True)
-    assert boards(world(request(), ended, result_queue=[None]))
-    alone = world(waiting, result_queue=[None])
-    alone.running_batch.is_spec_v2 = False
-    assert boards(alone)
+    assert boards(world(request(), waiting, result_queue=[None]))
+
+
+def test_the_rest_of_a_round_is_launched_behind_its_prompts() -> None:
+    """As the scheduler asks for a step's draws: with those that the round alone asks for."""
+    calls = []
+    late = GenerationBatchResult(delay_sample_func=lambda: calls.append("rest"))
+    late.copy_to_cpu = lambda logprobs: calls.append(("copied", logprobs))
+    prompts, riders = SimpleNamespace(), SimpleNamespace(return_logprob=True, copy=lambda: "riders")
+    results = {id(riders): late, id(prompts): GenerationBatchResult()}
+    scheduler = SimpleNamespace(run_batch=lambda batch: results[id(batch)])
+    result = riding(0.25, None).run(scheduler, riders, prompts)
+    assert result.riders == ("riders", late) and calls == []
+    assert result.delay_sample_func() is result
+    assert calls == ["rest", ("copied", True)] and late.delay_sample_func is None
 
 
 def test_slots_for_the_round() -> None:
