@@ -97,7 +97,6 @@ def test_after_reasoning(dflash: Server, plain: Server, tokenizer, prompts: list
             return list(pool.map(lambda body: server.post("/generate", body).json(), bodies))
 
     answers, expected = ask(dflash), ask(plain)
-    assert counted(dflash)["fallbacks_total", "history"] == before["fallbacks_total", "history"]
     for answer, reference in zip(answers, expected, strict=True):
         assert_same(answer, reference)
     constrained = [ids for ids in (each["output_ids"] for each in answers) if end in ids[16:]]
