@@ -3,6 +3,9 @@
 SGLang keeps slot 0 for padding, and rows of a block beyond a request's last slot use it, several requests
 at once. What one of them wrote there, the others would read: masked, but NaN times a weight of zero is NaN.
 Zero is what the pool holds there from its beginning, so zeros are what such rows write.
+
+Where sliding layers have a pool of their own, a round in vain may find no slot there although it has one of the
+others': its request has gone. Such rows write zeros everywhere.
 """
 
 from __future__ import annotations
@@ -26,13 +29,18 @@ class CleanPool:
     # The release writes K/V from its RoPE kernel, around `set_kv_buffer`, where this is bfloat16.
     dtype = None
 
-    def __init__(self, pool: Any):
-        self._pool = pool
+    def __init__(self, pool: Any, sliding: torch.Tensor | None = None):
+        """
+        Args:
+            sliding: slots of the sliding layers' own pool, of all rows; None if they have none.
+        """
+        self._pool, self._sliding = pool, sliding
 
     def set_kv_buffer(
         self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more
     ) -> None:
-        self._pool.set_kv_buffer(layer, slots, *without_slotless(slots, k, v), *rest, **more)
+        own = slots if self._sliding is None else self._sliding
+        self._pool.set_kv_buffer(layer, slots, *without_slotless(own, k, v), *rest, **more)
 
     def set_mla_kv_buffer(
         self, layer: Any, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor

@@ -122,8 +122,7 @@ def _target_config(path: str) -> ModelConfig:
     from sglang.srt.configs.model_config import ModelConfig
 
     try:
-        # A pool of their own for layers with a window is refused, but can be switched off.
-        return ModelConfig(path, trust_remote_code=False, disable_hybrid_swa_memory=True)
+        return ModelConfig(path, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DFlashError(

@@ -27,6 +27,7 @@ SUMS_LATER = {
     "Glm4ForCausalLM": True,
     "GraniteForCausalLM": True,
     "GraniteMoeForCausalLM": False,
+    "MiMoV2FlashForCausalLM": True,
     "MixtralForCausalLM": True,
     "Olmo2ForCausalLM": False,
     "OlmoForCausalLM": False,

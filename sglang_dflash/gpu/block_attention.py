@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
+from sglang_dflash.gpu.sliding_keys import sliding_keys
+from sglang_dflash.two_pools import is_sliding
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -44,14 +47,23 @@ class BlockAttention(ABC):
         """
         self.runner, self.width, self.causal = runner, width, causal
         self.cache_lengths, self.page_table = cache_lengths, page_table
+        self._sliding = sliding_keys(runner, *page_table.shape, width)
 
     @classmethod
     def short_contexts_gain(cls, runner: ModelRunner, requests: int) -> bool:
         """Whether so many requests have a graph of their own while their contexts are short."""
         return False
 
-    def prepare(self) -> None:  # noqa: B027
-        """What all layers share, once a round; `cache_lengths` must be filled."""
+    def prepare(self) -> None:
+        """What all layers share, once a round; `cache_lengths` and `page_table` must be filled."""
+        if self._sliding is not None:
+            self._sliding.fill(self.cache_lengths, self.page_table)
+
+    def keys_of(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and page table of the pool in which a layer keeps K/V: [bs] and [bs, pages] int32."""
+        if is_sliding(self.runner.token_to_kv_pool, layer.layer_id):
+            return self._sliding.lengths, self._sliding.table
+        return self.cache_lengths, self.page_table
 
     def forward(
         self,
@@ -67,6 +79,8 @@ class BlockAttention(ABC):
         pool = forward_batch.token_to_kv_pool
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc
+            if forward_batch.out_cache_loc_swa is not None:
+                pool.set_swa_loc(forward_batch.out_cache_loc_swa)
             pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         keys, values = pool.get_kv_buffer(layer.layer_id)
         heads = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)

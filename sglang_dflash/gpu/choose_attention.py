@@ -13,6 +13,7 @@ from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.kernels.over_keys import FP8
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
+from sglang_dflash.two_pools import single_pools
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -89,18 +90,18 @@ def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:
     """The attention of a model's blocks in graphs; None for the backend's own, kernel by kernel.
 
     K and V lie in the pool alike whatever backend reads them, so what is chosen for prompts does not matter. Latents
-    of MLA are no such pool, nor are two pools side by side, of full and of sliding layers.
+    of MLA are no such pool.
     """
     args, config = runner.server_args, runner.model_config
     asked = args.speculative_dflash_attention
+    pools = single_pools(runner.token_to_kv_pool)
     readable = {torch.bfloat16, torch.float16, torch.float32, *FP8}
     if (
         asked == BACKEND
         or runner.use_mla_backend
-        or runner.is_hybrid_swa
-        or type(runner.token_to_kv_pool) is not MHATokenToKVPool
+        or any(type(pool) is not MHATokenToKVPool for pool in pools)
         or runner.kv_cache_dtype not in readable
-        or max(config.head_dim, config.v_head_dim) > LARGEST_HEAD
+        or any(max(pool.head_dim, pool.v_head_dim) > LARGEST_HEAD for pool in pools)
     ):
         return None
     _, decode_backend = args.get_attention_backends()

@@ -56,6 +56,7 @@ class Fa3BlockAttention(BlockAttention):
     def prepare(self) -> None:
         from sgl_kernel.flash_attn import get_scheduler_metadata
 
+        super().prepare()
         config, tp_size = self.runner.model_config, self.runner.tp_size
         self.schedule = get_scheduler_metadata(
             batch_size=len(self.cache_lengths),
@@ -83,7 +84,7 @@ class Fa3BlockAttention(BlockAttention):
     ) -> torch.Tensor:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        window = window_of(layer)
+        window, (lengths, table) = window_of(layer), self.keys_of(layer)
         # The schedule is that of full attention, and of the model's other layers.
         scheduled = window < 0 and not layer.logit_cap and causal == self.causal
         if keys.dtype != q.dtype and layer.k_scale is not None:
@@ -96,8 +97,8 @@ class Fa3BlockAttention(BlockAttention):
             q=q.to(keys.dtype),
             k_cache=keys.view(-1, self.runner.page_size, layer.tp_k_head_num, layer.head_dim),
             v_cache=values.view(-1, self.runner.page_size, layer.tp_v_head_num, layer.v_head_dim),
-            page_table=self.page_table,
-            cache_seqlens=self.cache_lengths,
+            page_table=table,
+            cache_seqlens=lengths,
             cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.width,
             softmax_scale=layer.scaling,

@@ -29,12 +29,13 @@ class TritonBlockAttention(BlockAttention):
         causal: bool,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        lengths, table = self.keys_of(layer)
         return block_attention(
             q,
             keys,
             values,
-            self.page_table,
-            self.cache_lengths,
+            table,
+            lengths,
             width=self.width,
             # Deterministic inference wants sums over keys in one order, whatever the batch.
             split=WHOLE if is_batch_invariant_mode_enabled() else None,

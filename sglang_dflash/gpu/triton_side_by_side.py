@@ -39,6 +39,7 @@ class TritonSideBySide(TritonBlockAttention):
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     def prepare(self) -> None:
+        super().prepare()
         self._plans.clear()
 
     def attend(
@@ -50,19 +51,21 @@ class TritonSideBySide(TritonBlockAttention):
         causal: bool,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        heads = (q.shape[1], *keys.shape[1:], values.shape[2])
-        if heads not in self._plans:  # the first layer with such heads; mostly all have the same
-            self._plans[heads] = self._plan(q, *heads[1:])
+        lengths, table = self.keys_of(layer)
+        # The first layer with such heads and keys; mostly all have the same.
+        alike = (*q.shape[1:], *keys.shape[1:], values.shape[2], lengths.data_ptr())
+        if alike not in self._plans:
+            self._plans[alike] = self._plan(q, lengths, *keys.shape[1:], values.shape[2])
         options = self.options(keys, layer, causal, sinks)
-        return side_by_side_attention(
-            q, keys, values, self.page_table, self._plans[heads], **options
-        )
+        return side_by_side_attention(q, keys, values, table, self._plans[alike], **options)
 
-    def _plan(self, q: torch.Tensor, kv_heads: int, dim: int, v_dim: int) -> Plan:
+    def _plan(
+        self, q: torch.Tensor, lengths: torch.Tensor, kv_heads: int, dim: int, v_dim: int
+    ) -> Plan:
         rows, heads, _ = q.shape
         group, device = heads // kv_heads, device_of(q.device)
         tile = choose_tile(max(dim, v_dim), rows * group, q.itemsize, device.shared_memory)
         # Deterministic inference wants sums over keys in one order, whatever the batch.
         whole = is_batch_invariant_mode_enabled()
         room = 0 if whole else max(1, PROGRAMS * device.multiprocessors // kv_heads)
-        return make_plan(self.ends, self.cache_lengths, rows, group, tile, room)
+        return make_plan(self.ends, lengths, rows, group, tile, room)

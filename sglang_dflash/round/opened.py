@@ -17,6 +17,7 @@ from sglang_dflash.checkpoint.target_class import is_wrapper
 from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.round.state import RequestState
 from sglang_dflash.round.verify_input import DFlashVerifyInput
+from sglang_dflash.two_pools import sliding_slots
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Round:
     ) -> ForwardBatch:
         """The batch with which `runner` runs `tokens` ([bs * width] int64) as the block."""
         pool = runner.token_to_kv_pool
+        sliding = sliding_slots(pool, self.slots)
         mrope = self.rope_deltas is not None and runner.model_is_mrope
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -118,10 +120,11 @@ class Round:
             seq_lens_sum=int(self.start_bounds.sum()),
             orig_seq_lens=self.start,
             out_cache_loc=self.slots,
+            out_cache_loc_swa=sliding,
             positions=own_positions(runner.model, self.positions),
             mrope_positions=self.rope_positions.repeat(3, 1) if mrope else None,
             req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool=CleanPool(pool) if self.cut else pool,
+            token_to_kv_pool=CleanPool(pool, sliding) if self.cut or sliding is not None else pool,
             attn_backend=runner.attn_backend,
             spec_algorithm=runner.spec_algorithm,
             spec_info=DFlashVerifyInput(self.width, self.positions, capture),

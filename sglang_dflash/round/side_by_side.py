@@ -22,6 +22,7 @@ from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.round.opened import Round, own_positions
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.verify_input import DFlashVerifyInput
+from sglang_dflash.two_pools import sliding_slots
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class SideBySide:
         """The first `size` rows as a batch of the target's; what attention reads is its own."""
         requests = len(self.requests)
         lengths = self.cache_lengths.to(torch.int64)
-        positions = self.positions[:size]
+        positions, slots = self.positions[:size], self.slots[:size]
+        sliding = sliding_slots(runner.token_to_kv_pool, slots)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=requests,
@@ -173,11 +175,12 @@ class SideBySide:
             seq_lens_cpu=torch.full((requests,), self._table.shape[1]),
             seq_lens_sum=requests * self._table.shape[1],
             orig_seq_lens=lengths,
-            out_cache_loc=self.slots[:size],
+            out_cache_loc=slots,
+            out_cache_loc_swa=sliding,
             positions=own_positions(runner.model, positions),
             mrope_positions=None if self.rope is None else self.rope[:size].repeat(3, 1),
             req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool=CleanPool(runner.token_to_kv_pool),
+            token_to_kv_pool=CleanPool(runner.token_to_kv_pool, sliding),
             attn_backend=runner.attn_backend,
             spec_algorithm=runner.spec_algorithm,
             spec_info=DFlashVerifyInput(size, positions, CaptureHiddenMode.FULL),

@@ -19,6 +19,7 @@ from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
+from sglang_dflash.scheduler.behind_windows import BehindWindows
 from sglang_dflash.scheduler.pace import NoPace, pace_of
 from sglang_dflash.scheduler.plan import planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
@@ -87,6 +88,7 @@ class DFlashWorkerBase:
         server_args.dflash_attention = self.rounds.attention
         server_args.dflash_costs = costs and costs.as_dict()
         bound_requests(target_worker)
+        self.behind_windows = BehindWindows(target_worker.model_runner)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
         self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes)
@@ -188,6 +190,7 @@ class DFlashWorkerBase:
             expected: of its drafts, as in `RoundResult`.
         """
         committed = commit_round(reqs, tokens, lengths, output)
+        self.behind_windows.free(reqs)
         if expected is not None:
             chances, verified = expected.tensor().split([tokens.shape[1] - 1, 1], dim=1)
             self.planner.note(chances)

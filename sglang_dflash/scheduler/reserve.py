@@ -14,8 +14,11 @@ import torch
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.utils import ceil_align
 
+from sglang_dflash.two_pools import has_two
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 
 def slot_limit(req: Req) -> int:
@@ -57,7 +60,7 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
     """
     table = batch.req_to_token_pool.req_to_token
     page_size = batch.tree_cache.page_size
-    tail, fresh, cut = _Spans(), _Spans(), _Spans()
+    tail, fresh, cut = Spans(), Spans(), Spans()
     for req in batch.reqs:
         owned = ceil_align(req.kv_allocated_len, page_size)
         end = _reserved_end(req, lookahead, page_size)
@@ -69,7 +72,9 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
 
     if tail.total:
         rows, columns, first = tail.tensors(table.device)
-        table[rows, columns] = table[rows, first - 1] + (columns - first + 1).to(table.dtype)
+        last, further = table[rows, first - 1], columns - first + 1
+        table[rows, columns] = slots = last + further.to(table.dtype)
+        _pair(batch.tree_cache.token_to_kv_pool_allocator, slots, last, further)
     if fresh.total:
         slots = alloc_token_slots(batch.tree_cache, fresh.total)
         rows, columns, _ = fresh.tensors(table.device)
@@ -83,7 +88,25 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
         table[rows, columns] = torch.zeros_like(columns, dtype=table.dtype)  # 0 alone would wait
 
 
-class _Spans:
+def _pair(
+    allocator: BaseTokenToKVPoolAllocator,
+    slots: torch.Tensor,
+    last: torch.Tensor,
+    further: torch.Tensor,
+) -> None:
+    """Pairs the rest of a page with that of the same tokens in a pool of sliding layers' own, if there is one.
+
+    Args:
+        slots: [n] int, of the rest.
+        last: [n] int, slot before it in its page.
+        further: [n] int64, by how much each of `slots` lies behind that.
+    """
+    if has_two(allocator.get_kvcache()):
+        sliding = allocator.full_to_swa_index_mapping
+        sliding[slots] = sliding[last] + further
+
+
+class Spans:
     """Column ranges of rows of `req_to_token`, as index tensors."""
 
     def __init__(self) -> None:

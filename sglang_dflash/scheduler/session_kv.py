@@ -11,6 +11,7 @@ turn's own prefill, launched later on the same stream, writes it again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,12 +94,22 @@ class SessionKV(SessionAwareCache):
 
     def session_held_tokens(self) -> int:
         """Slots that sessions keep, less those of the prefix cache and of turns that run."""
-        running = [key for key, turn in self.turns.items() if turn.extend_batch_idx > 0]
+        return sum(self._end(slot) - slot.cache_protected_len for slot in self._resting())
+
+    def session_held_swa_tokens(self) -> int:
+        """The same of sliding layers' own pool, where what windows have left is free."""
         return sum(
-            ceil_align(slot.kv_allocated_len, self.page_size) - slot.cache_protected_len
-            for key, slot in self.slots.items()
-            if key not in running
+            self._end(slot) - max(slot.cache_protected_len, slot.swa_evicted_seqlen)
+            for slot in self._resting()
         )
+
+    def _end(self, slot: SessionSlot) -> int:
+        return ceil_align(slot.kv_allocated_len, self.page_size)
+
+    def _resting(self) -> Iterator[SessionSlot]:
+        """What is kept of sessions of which no turn runs."""
+        running = {key for key, turn in self.turns.items() if turn.extend_batch_idx > 0}
+        return (slot for key, slot in self.slots.items() if key not in running)
 
 
 def _hand_over(slot: SessionSlot, turn: Req) -> None:

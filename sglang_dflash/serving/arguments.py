@@ -57,6 +57,9 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 # Backends that read K/V of context and block by the block's own rows, not causally.
 DRAFT_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
+# Backends that verify blocks over two pools, of sliding layers and of the others.
+TWO_POOL_BACKENDS = ("fa3", "fa4", "triton", "trtllm_mha", "torch_native")
+
 # What --kv-cache-dtype may name beside the model's dtype.
 _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -167,10 +170,18 @@ def _check_against_target(args: ServerArgs, config: DraftConfig) -> None:
     target = args.get_model_config()
     check_model(config, target, args.model_path, "--model-path")
     if target.is_hybrid_swa:
-        raise DFlashError(
-            f"--model-path {args.model_path} keeps sliding-window layers in a pool of their own, which is not "
-            "supported with DFLASH: start it with --disable-hybrid-swa-memory."
-        )
+        _check_two_pools(args)
+
+
+def _check_two_pools(args: ServerArgs) -> None:
+    """Other backends read sliding layers' K/V where the other layers have theirs, or verify without windows."""
+    for backend in args.get_attention_backends():
+        if backend not in TWO_POOL_BACKENDS:
+            raise DFlashError(
+                f"--attention-backend {backend} cannot verify with {args.model_path}, whose sliding layers keep K/V in "
+                f"a pool of their own: choose one of {', '.join(TWO_POOL_BACKENDS)}, or add "
+                "--disable-hybrid-swa-memory."
+            )
 
 
 def _check_tensor_parallelism(args: ServerArgs, config: DraftConfig) -> None:

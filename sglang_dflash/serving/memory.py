@@ -21,8 +21,10 @@ from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_weights
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
+from sglang_dflash.two_pools import single_pools
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -138,6 +140,9 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     positions = rope_positions(args, target.context_len)
     needs = draft_memory(config, runner.tp_size, itemsize, positions, rounds)
     left = rest_gib - (needs.weights + needs.rounds) / GIB
+    draft_kv = needs.kv
+    if target.is_hybrid_swa:
+        draft_kv *= slots_for_one(args, target, runner.tp_size)
     logger.info(
         "DFLASH memory, planned: %d bytes of target KV and %d of draft KV a slot, %d bytes of draft weights, %d of "
         "captured rounds; %.2f GiB for KV",
@@ -147,7 +152,20 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
         needs.rounds,
         left,
     )
-    return left, cell_size + needs.kv
+    return left, cell_size + math.ceil(draft_kv)
+
+
+def slots_for_one(args: ServerArgs, target: ModelConfig, tp_size: int) -> float:
+    """How many slots the release makes of one, where sliding layers have a pool of their own.
+
+    It counts slots as if all layers had as many, and then gives sliding layers fewer and the others more; the drafter
+    has as many as those.
+    """
+    full = target.get_num_kv_heads(tp_size) * (target.head_dim + target.v_head_dim)
+    sliding = target.get_swa_num_kv_heads(tp_size) * (target.swa_head_dim + target.swa_v_head_dim)
+    full *= len(target.full_attention_layer_ids)
+    sliding *= len(target.swa_attention_layer_ids)
+    return (full + sliding) / (full + args.swa_full_tokens_ratio * sliding)
 
 
 def report_memory(target: ModelRunner, draft: ModelRunner) -> None:
@@ -167,7 +185,11 @@ def report_memory(target: ModelRunner, draft: ModelRunner) -> None:
 
 
 def pool_bytes(pool: KVCache) -> int:
-    """Bytes of the K and V buffers of a pool."""
+    """Bytes of the K and V buffers of a pool, or of two."""
+    return sum(map(_bytes_of_one, single_pools(pool)))
+
+
+def _bytes_of_one(pool: KVCache) -> int:
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     buffers = [pool.get_key_buffer(i) for i in layers] + [pool.get_value_buffer(i) for i in layers]
     return _storage_bytes(buffers)

@@ -1,0 +1,32 @@
+"""Targets whose sliding layers keep K/V in a pool of their own, as the release does for some.
+
+A token has a slot of the other layers' pool, by which everybody knows it, and while windows reach it a slot of the
+sliding layers', to which a table leads. A token behind all windows has none: the table says 0 then, the slot that the
+release keeps for padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def has_two(pool: Any) -> bool:
+    """Whether a KV pool is such a pair."""
+    return hasattr(pool, "swa_kv_pool")
+
+
+def single_pools(pool: Any) -> tuple[Any, ...]:
+    """Both parts of a pair, or a pool itself."""
+    return (pool.full_kv_pool, pool.swa_kv_pool) if has_two(pool) else (pool,)
+
+
+def is_sliding(pool: Any, layer_id: int) -> bool:
+    """Whether a layer's K/V lies in the sliding layers' part of a pair; never in a single pool."""
+    return has_two(pool) and pool.layers_mapping[layer_id][1]
+
+
+def sliding_slots(pool: Any, slots: torch.Tensor) -> torch.Tensor | None:
+    """Where sliding layers have the tokens of some slots (both int, [n] and [n] int32); None in a single pool."""
+    return pool.translate_loc_from_full_to_swa(slots) if has_two(pool) else None
