@@ -52,7 +52,7 @@ def test_side_by_side(dflash: Server, plain: Server, tokenizer, prompts: list[st
 
 
 def test_end_inside_a_round(dflash: Server, plain: Server, prompts: list[str]) -> None:
-    """A grammar's end that is a draft."""
+    """A grammar's end that is a draft; with `ignore_eos` it shows a token later, wherever the round ends."""
     inside = 0
     for prompt in prompts[20:26]:
         answer = dflash.generate(prompt, **ANSWER)
@@ -62,6 +62,8 @@ def test_end_inside_a_round(dflash: Server, plain: Server, prompts: list[str]) -
         tokens, own = len(answer["output_ids"]), answer["meta_info"]["spec_verify_ct"]
         shorter = dflash.generate(prompt, **ANSWER, max_new_tokens=tokens - 1)
         inside += own == shorter["meta_info"]["spec_verify_ct"]
+        over = ANSWER | {"ignore_eos": True}
+        assert_same(dflash.generate(prompt, **over), plain.reference(prompt, **over), plain, prompt)
     assert inside
 
 

@@ -27,6 +27,7 @@ BLOCK = ("--speculative-dflash-block-size", str(WIDTH))
 ANSWER, REQUESTS = 120, prompts_of(20, most=32)
 RETRACTIONS = REQUESTS // 2
 PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": 0.4, "min_new_tokens": 70}
+GRAMMAR = {"regex": r"([^#]|#{4}|\n){900,}"}  # longer than the answer
 
 
 @pytest.fixture(scope="module", params=CHOSEN_WORKERS)
@@ -38,10 +39,10 @@ def tight(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("counting", [{}, PENALTIES], ids=["greedy", "penalties"])
-def test_retraction(counting: dict, tight: Server, plain: Server, prompts: list[str]) -> None:
+@pytest.mark.parametrize("kind", [{}, PENALTIES, GRAMMAR], ids=["greedy", "penalties", "grammar"])
+def test_retraction(kind: dict, tight: Server, plain: Server, prompts: list[str]) -> None:
     """Requests that are thrown out of the pool again and again answer as in a roomy one."""
-    sampling = {"max_new_tokens": ANSWER, "ignore_eos": True} | counting
+    sampling = {"max_new_tokens": ANSWER, "ignore_eos": True} | kind
     # One batch: on a busy machine, requests of their own might come too late to meet.
     body = {"text": prompts[:REQUESTS], "sampling_params": {"temperature": 0} | sampling}
     answers = tight.post("/generate", body).json()

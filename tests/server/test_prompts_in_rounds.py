@@ -97,6 +97,25 @@ def test_log_probabilities_of_prompts(
             assert len(its) > 10 and mine == pytest.approx(its, abs=1e-3), field
 
 
+def test_beside_grammars(server: Server, plain: Server, prompts: list[str]) -> None:
+    """Prompts, of requests with grammars too, are in the rounds of requests whose grammars have a result in flight."""
+    long, short = (
+        {"regex": rf"(.|\n){{{least},}}", "max_new_tokens": tokens}
+        for least, tokens in ((4000, 300), (400, 40))
+    )
+    asked, riders = prompts[:12], prompts[90:94]
+    with ThreadPoolExecutor(16) as pool:
+        with decoding(server, pool, riders, **long) as answers:
+            began = ran(server)
+            others = list(pool.map(lambda prompt: server.generate(prompt, **short), asked))
+            rode = ran(server) - began
+    assert rode.keys() == {"in_rounds"}
+    for each, sampling, found in ((asked, short, others), (riders, long, answers)):
+        for answer, expected in zip(found, plain.references(each, **sampling), strict=True):
+            assert_same(answer, expected)
+    assert accept_length(answers) > 1
+
+
 def flat(values: Any) -> list[float]:
     """Numbers of nested lists, where there are any."""
     if isinstance(values, list):
