@@ -70,6 +70,7 @@ def make_batch(model: nn.Module, rows: int, ranks: int) -> SimpleNamespace:
         ),
         kv_cache_dtype=torch.bfloat16,
         tp_size=ranks,
+        token_to_kv_pool=None,
         page_size=1,
     )
     lengths = torch.full((requests,), length, dtype=torch.int32, device="cuda")
