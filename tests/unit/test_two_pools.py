@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,19 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllo
 from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import ModelRunnerKVCacheMixin
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import ceil_align
 
 from sglang_dflash.clean_slot import CleanPool
+from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.sliding_keys import SlidingKeys
+from sglang_dflash.inspect import main
 from sglang_dflash.scheduler.behind_windows import BehindWindows
 from sglang_dflash.scheduler.reserve import reserve
 from sglang_dflash.serving.memory import pool_bytes, slots_for_one
 from sglang_dflash.two_pools import is_sliding, sliding_slots
+from tests.unit.decoders import write_drafter
+from tests.unit.sliding import write_mimo
 
 WIDTH, WINDOW, SIZE, SLIDING, CONTEXT = 8, 20, 960, 640, 400
 
@@ -248,3 +254,27 @@ def test_slots_of_the_drafter(monkeypatch: pytest.MonkeyPatch, ratio: float) -> 
     _, full, sliding = ModelRunnerKVCacheMixin._resolve_hybrid_swa_tokens(runner, counted)
     assert sliding == pytest.approx(ratio * full, abs=16)
     assert slots_for_one(args, target, 2) == pytest.approx(full / counted, rel=1e-4)
+
+
+def test_a_backend_that_reads_one_pool(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    given = {
+        "model_path": str(write_mimo(tmp_path / "target")),
+        "device": "cpu",
+        "attention_backend": "flashinfer",
+        "speculative_draft_attention_backend": "torch_native",
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(write_drafter(drafter)),
+    }
+    with pytest.raises(DFlashError, match="^--attention-backend flashinfer cannot verify with .*:"):
+        ServerArgs(**given)
+    ServerArgs(**given | {"disable_hybrid_swa_memory": True})
+    ServerArgs(**given | {"attention_backend": "torch_native"})
+
+
+def test_inspect_knows_both_pools(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "drafter").mkdir()
+    paths = write_drafter(tmp_path / "drafter"), "--target", write_mimo(tmp_path / "target")
+    assert main(list(map(str, paths))) == 0
+    assert "fits the target" in capsys.readouterr().out
