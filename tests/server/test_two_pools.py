@@ -20,16 +20,10 @@ from tests.server.harness import (
     running,
 )
 from tests.unit.decoders import write_drafter
-from tests.unit.sliding import WINDOW, write_mimo
+from tests.unit.sliding import PROMPTS, TOKENS, WINDOW, write_mimo
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu asks servers with graphs")
 
-TOKENS = {"max_new_tokens": 5 * WINDOW, "ignore_eos": True}
-SHARED = [(11 * i) % 300 + 5 for i in range(2 * WINDOW)]
-PROMPTS = [
-    SHARED[: 17 * (n % 4)] + [(7 * n + 31 * i) % 300 + 5 for i in range(n)]
-    for n in (1, 2, 8, 21, 34, 55, 89, 144)
-]
 # Each size once, and prompts in chunks that are shorter than a window, or no multiple of a page.
 PAGES = {
     "v1": ("--page-size", "1", "--chunked-prefill-size", "20"),

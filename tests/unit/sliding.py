@@ -1,4 +1,5 @@
-"""Tiny random targets whose sliding layers have a pool of their own, of a window that is soon full."""
+"""Tiny random targets whose sliding layers have a pool of their own, of a window that is soon full, and what they are
+asked."""
 
 from __future__ import annotations
 
@@ -13,6 +14,12 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from tests.unit.decoders import MASK, SIZES, UNTIED, fill
 
 WINDOW, CONTEXT = 24, 1024
+TOKENS = {"max_new_tokens": 5 * WINDOW, "ignore_eos": True}
+SHARED = [(11 * i) % 300 + 5 for i in range(2 * WINDOW)]
+PROMPTS = [
+    SHARED[: 17 * (n % 4)] + [(7 * n + 31 * i) % 300 + 5 for i in range(n)]
+    for n in (1, 2, 8, 21, 34, 55, 89, 144)
+]
 # Of MiMo-V2-Flash transformers knows nothing, but the release reads any config that has these fields.
 MIMO = (
     SIZES
