@@ -54,7 +54,7 @@ def attention(
         q = query[row : row + width].transpose(0, 1)  # [heads, width, head_dim]
         k, v = (cache[slots].transpose(0, 1).to(query.dtype) for cache in (keys, values))
         seen = _seen(start, width, _window_of(layer), query.device) if causal else None
-        attended = _attend(q, k, v, seen, layer.scaling, sinks)
+        attended = attend(q, k, v, seen, layer.scaling, sinks)
         outputs[row : row + width] = attended.transpose(0, 1)
         row += width
     return output
@@ -85,7 +85,7 @@ def _seen(start: int, width: int, window: int | None, device: torch.device) -> t
     return seen if window is None else seen.triu(diagonal=start - window)
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

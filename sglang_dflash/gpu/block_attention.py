@@ -61,7 +61,7 @@ class BlockAttention(ABC):
 
     def keys_of(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and page table of the pool in which a layer keeps K/V: [bs] and [bs, pages] int32."""
-        if is_sliding(self.runner.token_to_kv_pool, layer.layer_id):
+        if self._sliding is not None and is_sliding(self.runner.token_to_kv_pool, layer.layer_id):
             return self._sliding.lengths, self._sliding.table
         return self.cache_lengths, self.page_table
 

@@ -65,6 +65,7 @@ class Fa3BlockAttention(BlockAttention):
             num_heads=config.num_attention_heads // tp_size,
             num_heads_k=config.get_num_kv_heads(tp_size),
             headdim=config.head_dim,
+            headdim_v=config.v_head_dim,
             cache_seqlens=self.cache_lengths,
             qkv_dtype=self.runner.kv_cache_dtype,
             cu_seqlens_q=self.cu_seqlens_q,

@@ -52,7 +52,11 @@ class Blocks:
             num_attention_heads=HEADS, head_dim=DIM, get_num_kv_heads=lambda tp_size: KV_HEADS
         )
         self.runner = SimpleNamespace(
-            page_size=page_size, tp_size=1, kv_cache_dtype=kv_dtype, model_config=config
+            token_to_kv_pool=None,
+            page_size=page_size,
+            tp_size=1,
+            kv_cache_dtype=kv_dtype,
+            model_config=config,
         )
         pages = [-(-length // page_size) for length in lengths]
         size = sum(pages) * page_size

@@ -66,10 +66,12 @@ def make_batch(model: nn.Module, rows: int, ranks: int) -> SimpleNamespace:
             num_attention_heads=config.num_attention_heads,
             get_num_kv_heads=lambda size: max(1, config.num_key_value_heads // size),
             head_dim=attention.head_dim,
+            v_head_dim=attention.head_dim,
             dtype=torch.bfloat16,
         ),
         kv_cache_dtype=torch.bfloat16,
         tp_size=ranks,
+        token_to_kv_pool=None,
         page_size=1,
     )
     lengths = torch.full((requests,), length, dtype=torch.int32, device="cuda")

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.cpu.block_attention import attend
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
-from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.round import run
@@ -61,18 +61,19 @@ class SideBySideAttention(BlockAttention):
         causal: bool,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out, page_size, ends = torch.zeros_like(q), self.runner.page_size, self.ends.tolist()
-        for request, length in enumerate(self.cache_lengths.tolist()):
+        lengths, table = self.keys_of(layer)
+        out = q.new_zeros(*q.shape[:2], values.shape[2])
+        page_size, window, ends = self.runner.page_size, window_of(layer), self.ends.tolist()
+        for request, length in enumerate(lengths.tolist()):
             begin, end = ends[request : request + 2]
             if begin == end:
                 continue
             key = torch.arange(length)
-            slots = self.page_table[request, key // page_size] * page_size + key % page_size
-            seen = key <= (length - end + torch.arange(begin, end))[:, None]
+            slots = table[request, key // page_size] * page_size + key % page_size
+            row = (length - end + torch.arange(begin, end))[:, None]
+            seen = (key <= row) & (key >= (row - window if window >= 0 else 0))
             given = (x.transpose(0, 1) for x in (q[begin:end], keys[slots], values[slots]))
-            attended = F.scaled_dot_product_attention(
-                *given, attn_mask=seen, scale=layer.scaling, enable_gqa=True
-            )
+            attended = attend(*given, seen, layer.scaling, sinks)
             out[begin:end] = attended.transpose(0, 1)
         return out
 

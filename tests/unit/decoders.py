@@ -28,8 +28,8 @@ SIZES = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-# On a CPU the release computes neither windows nor soft caps, so these have none that would be felt.
-WIDE = {"sliding_window": 4096}
+# On a CPU the release computes no soft caps, and of some classes it knows no windows, so they have none that is felt.
+WIDE, NARROW = {"sliding_window": 4096}, {"sliding_window": 12}
 UNTIED = {"tie_word_embeddings": False}  # what the release takes for granted in some classes
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
 GRANITE = dict(
@@ -44,7 +44,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("GemmaConfig", {"hidden_act": "gelu"}),  # the release knows no other
     "Gemma 2": (
         "Gemma2Config",
-        WIDE
+        NARROW
         | {
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
@@ -52,7 +52,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_act": "gelu_pytorch_tanh",
         },
     ),
-    "Gemma 3 (text)": ("Gemma3TextConfig", WIDE | {"query_pre_attn_scalar": 16}),
+    "Gemma 3 (text)": ("Gemma3TextConfig", NARROW | {"query_pre_attn_scalar": 16}),
     "GLM4": ("Glm4Config", {"partial_rotary_factor": 0.5}),
     "OLMo": ("OlmoConfig", {"num_key_value_heads": 6}),
     "OLMo 2": ("Olmo2Config", {}),

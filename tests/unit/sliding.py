@@ -1,4 +1,5 @@
-"""Tiny random targets whose sliding layers have a pool of their own, of a window that is soon full."""
+"""Tiny random targets whose sliding layers have a pool of their own, of a window that is soon full, and what they are
+asked."""
 
 from __future__ import annotations
 
@@ -8,10 +9,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from tests.unit.decoders import MASK, SIZES, UNTIED, fill
 
 WINDOW, CONTEXT = 24, 1024
+TOKENS = {"max_new_tokens": 5 * WINDOW, "ignore_eos": True}
+SHARED = [(11 * i) % 300 + 5 for i in range(2 * WINDOW)]
+PROMPTS = [
+    SHARED[: 17 * (n % 4)] + [(7 * n + 31 * i) % 300 + 5 for i in range(n)]
+    for n in (1, 2, 8, 21, 34, 55, 89, 144)
+]
 # Of MiMo-V2-Flash transformers knows nothing, but the release reads any config that has these fields.
 MIMO = (
     SIZES
@@ -88,3 +96,45 @@ def _mimo_weights(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if sliding and config["add_swa_attention_sink_bias"]:
             shapes[f"{layer}self_attn.attention_sink_bias"] = (heads,)
     return shapes
+
+
+# Heads that kernels of a GPU know; of a drafter beside them, too.
+ON_GPUS = dict(
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=4,
+    head_dim=192,
+    v_head_dim=128,
+    swa_head_dim=192,
+    swa_v_head_dim=128,
+)
+DRAFTER_ON_GPUS = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64)
+
+
+def write_gpt_oss(folder: Path, embedding: float = 1.0) -> Path:
+    """Every other layer slides, all have sinks; experts in bfloat16, all of which are taken."""
+    torch.manual_seed(0)
+    sizes = (
+        SIZES
+        | UNTIED
+        | dict(
+            hidden_size=128,
+            head_dim=64,
+            num_attention_heads=4,
+            max_position_embeddings=CONTEXT,
+            num_local_experts=4,
+            num_experts_per_tok=4,
+            sliding_window=WINDOW,
+        )
+    )
+    model = GptOssForCausalLM(GptOssConfig(**sizes)).eval()
+    for name, weight in model.named_parameters():
+        fill(name, weight.data)
+    head, embeddings = model.lm_head.weight.data, model.get_input_embeddings().weight.data
+    embeddings.mul_(embedding)
+    embeddings[MASK] = 0
+    head.copy_(embeddings)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

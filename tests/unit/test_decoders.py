@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
 from sglang_dflash.round.target import TargetRows
 from tests.unit.decoders import ARCHITECTURES, MASK, SIZES, write_target
 from tests.unit.drafters import TARGET, save_random, speculators_config, zlab_config
+from tests.unit.sliding import write_mimo
 from tests.unit.tapped import Target
 
 PROMPT, WIDTH, TAPS = 21, 4, (-1, 0, 2, 4)
@@ -33,13 +35,24 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_taps(name: str, drafter: Path, tmp_path: Path) -> None:
     """Of a prompt in two pieces and of a block, each tap beside the other; and the head that rounds use."""
-    reference = write_target(tmp_path, name)
+    check(write_target(tmp_path, name), tmp_path, drafter)
+
+
+def test_taps_of_mimo(drafter: Path, tmp_path: Path) -> None:
+    """With full layers alone, of which all are as large, MiMo-V2-Flash is a Llama."""
+    alike = dict(hybrid_layer_pattern=[0] * 6, v_head_dim=16, rms_norm_eps=1e-5)
+    write_mimo(tmp_path, **alike)
+    reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    check(reference, tmp_path, drafter)
+
+
+def check(reference: PreTrainedModel, folder: Path, drafter: Path) -> None:
     ids = torch.randint(4, SIZES["vocab_size"], (PROMPT + WIDTH,))
     with torch.no_grad():
         expected = reference(ids[None], output_hidden_states=True)
     reference_logits = expected.logits[0, PROMPT:]
     taps = torch.cat([expected.hidden_states[tap + 1][0] for tap in TAPS], dim=-1)
-    target = Target(tmp_path, drafter)
+    target = Target(folder, drafter)
     made = []
     for first, last in ((0, 8), (8, PROMPT)):
         made.append(target.run(ids[first:last], first, ForwardMode.EXTEND).taps)

@@ -66,7 +66,12 @@ def test_states_in_captured_blocks(tmp_path: Path, kv_dtype: torch.dtype, layers
         assert draft.model.fused is not None
     lengths, table = (starts + BLOCK).int(), draft.req_to_token_pool.req_to_token
     draft.attn_backend = TritonBlockAttention(
-        SimpleNamespace(page_size=1), lengths, table, BLOCK, causal=False, short=False
+        SimpleNamespace(page_size=1, token_to_kv_pool=None),
+        lengths,
+        table,
+        BLOCK,
+        causal=False,
+        short=False,
     )
     made = draft.draft_states(bonus, starts, BLOCK)
     # What is rounded to FP8 may differ by a step where a sum of float32 does.

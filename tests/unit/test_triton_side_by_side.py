@@ -242,7 +242,7 @@ def test_layers(
     k, v, table = pool((100, 60, 40), page_size, kv_heads, dim, dim, kv_dtype)
     k[:page_size], v[:page_size] = 1, 1
     page_table, lengths, ends = torch.zeros_like(table), on_device([0] * 3), on_device([0] * 4)
-    runner = SimpleNamespace(page_size=page_size)
+    runner = SimpleNamespace(page_size=page_size, token_to_kv_pool=None)
     attention = TritonSideBySide(runner, lengths, page_table, ends, 32)
     layers = [
         SimpleNamespace(
@@ -291,7 +291,7 @@ def test_as_buffers_are_filled(page_size: int) -> None:
     world, heads, dim, size = buffers.World(page_size), 4, 16, 48
     inputs, slots = world.inputs, int(world.table.max()) + page_size
     k, v = torch.randn(2, slots, heads // 2, dim)
-    runner = SimpleNamespace(page_size=page_size)
+    runner = SimpleNamespace(page_size=page_size, token_to_kv_pool=None)
     attention = TritonSideBySide(runner, inputs.cache_lengths, inputs.page_table, inputs.ends, size)
     layer = SimpleNamespace(
         scaling=0.2, logit_cap=0.0, sliding_window_size=None, k_scale=None, v_scale=None
