@@ -28,8 +28,8 @@ class Fa3SideBySide(Fa3BlockAttention):
             ends: [bs + 1] int32, where each request's rows begin, and end; filled each pass.
             rows: the most that a request can have.
         """
-        super().__init__(runner, cache_lengths, page_table, 1, causal=True, short=True)
-        self.width, self.cu_seqlens_q = rows, ends
+        super().__init__(runner, cache_lengths, page_table, rows, causal=True, short=True)
+        self.cu_seqlens_q = ends
         # The launch that would put parts of the keys together has programs for as many rows of every request as one
         # can have, nearly all of them empty: it takes longer than attention itself.
         self.num_splits = 1

@@ -20,7 +20,10 @@ from sglang.srt.utils import ceil_align
 
 from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.sliding_keys import SlidingKeys
+from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
 from sglang_dflash.inspect import main
 from sglang_dflash.scheduler.behind_windows import BehindWindows
 from sglang_dflash.scheduler.reserve import reserve
@@ -207,6 +210,29 @@ def test_table_of_windows(page_size: int, rows: int) -> None:
             slot = int(table[i, key // page_size]) * page_size + key % page_size
             found = int(keys.table[i, there // page_size]) * page_size + there % page_size
             assert found == to_sliding[slot]
+
+
+@pytest.mark.parametrize("attention", [Fa3SideBySide, TritonSideBySide])
+def test_windows_of_the_first_row_of_a_prompt(attention: type) -> None:
+    """A pass with many rows of one request reads what the window of the first of them reaches."""
+    window, rows, pages = 8, 600, 2000
+    table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
+    allocator = SimpleNamespace(full_to_swa_index_mapping=torch.arange(pages + 1) + 5)
+    pool = SimpleNamespace(swa_kv_pool=None, layers_mapping={0: (0, True)})
+    runner = SimpleNamespace(
+        page_size=1,
+        sliding_window_size=window,
+        token_to_kv_pool=pool,
+        token_to_kv_pool_allocator=allocator,
+    )
+    lengths, ends = torch.tensor([1900], dtype=torch.int32), torch.tensor([0, rows])
+    made = attention(runner, lengths, table, ends, rows)
+    BlockAttention.prepare(made)
+    seen, slots = made.keys_of(SimpleNamespace(layer_id=0))
+    reached = window + rows
+    assert seen.item() >= reached
+    assert slots[0, seen.item() - reached].item() == 1900 - reached + 1 + 5
+    assert slots[0, seen.item() - 1].item() == 1900 + 5
 
 
 def test_rows_in_vain_leave_nothing_behind() -> None:
