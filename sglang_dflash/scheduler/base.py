@@ -20,7 +20,6 @@ from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.behind_windows import BehindWindows
-from sglang_dflash.scheduler.pace import NoPace, pace_of
 from sglang_dflash.scheduler.plan import planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
@@ -40,17 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ABOUT = 64  # rows
-
 
 class DFlashWorkerBase:
-    """What SGLang's scheduler expects of a worker, whether it overlaps or not.
-
-    Attributes:
-        runs_ahead: whether rounds are launched before the results of those before them are there.
-    """
-
-    runs_ahead = False
+    """What SGLang's scheduler expects of a worker, whether it overlaps or not."""
 
     def __init__(
         self,
@@ -94,7 +85,6 @@ class DFlashWorkerBase:
         self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes)
         self.acceptance = AcceptanceWatch(server_args.speculative_draft_model_path, tp_rank == 0)
         self.watch = watch_of(self.parts.req_to_token.device)
-        self.pace = pace_of(server_args, tp_rank) if self.runs_ahead else NoPace()
         if tp_rank == 0:
             report_memory(target_worker.model_runner, self.model_runner)
             logger.info(
@@ -150,7 +140,6 @@ class DFlashWorkerBase:
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         prompts = self.riding.prompts_for(bounds, plan)
-        self.pace.launching()
         if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             finish, done = self.rounds.launch_with_prompts(
@@ -162,10 +151,7 @@ class DFlashWorkerBase:
             ends = zip(batch.reqs, starts, strict=True)
             cut = any(start + width > slot_limit(req) for req, start in ends)
             finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total)
-        verified = plan.rows(len(starts))
-        size = verified if prompts is None else _rounded(verified + prompts.extend_num_tokens)
-        self.pace.launched((width, size, sampling is None))
-        self.metrics.launched(plan.reason, verified, self.pace.launch_seconds)
+        self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
 
     def _finish(self, finish: Finish) -> RoundResult:
@@ -215,8 +201,3 @@ class DFlashWorkerBase:
     def clear_cache_pool(self) -> None:
         """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free."""
         give_memory_back()
-
-
-def _rounded(rows: int) -> int:
-    """Passes with about as many rows take about as long."""
-    return -(-rows // _ABOUT) * _ABOUT

@@ -32,10 +32,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     A round is four calls of the scheduler, in this order: must_wait → reserve (`DFlashDraftInput`) →
     round (`forward_batch_generation`) → commit (`resolve`), the last one when the next is launched.
-    Before it looks for requests, it calls `rest`.
     """
-
-    runs_ahead = True
 
     @property
     def draft_worker(self) -> DFlashWorkerV2:
@@ -45,10 +42,6 @@ class DFlashWorkerV2(DFlashWorkerBase):
     @property
     def draft_runner(self):
         return self.model_runner
-
-    def rest(self) -> None:
-        """Until the next round should be launched; see `Pace`."""
-        self.pace.rest()
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -94,7 +87,6 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
         """Commits a round to its requests, now that its result is on the host; the tokens of each."""
-        self.pace.landed()
         _landed(batch.reqs)
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)

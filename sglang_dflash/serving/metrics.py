@@ -65,11 +65,6 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Rows of blocks that the target ran, bonus tokens included.",
         (),
     ),
-    "sglang:dflash_launch_seconds": (
-        "Gauge",
-        "Seconds of the host's time that the last launches of rounds took, the longest but one.",
-        (),
-    ),
     "sglang:dflash_tried_at_position_total": (
         "Counter",
         "Drafts at a position of the block that were verified after all before them were accepted.",
@@ -173,17 +168,14 @@ class RoundMetrics:
         self._child("draft_kv_used_tokens").set(used)
         self._child("draft_kv_used_bytes").set(used * self._slot)
 
-    def launched(self, plan: str, rows: int, seconds: float) -> None:
+    def launched(self, plan: str, rows: int) -> None:
         """A round is on its way.
 
         Args:
             plan: why it verifies so many rows (`scheduler/plan.py`).
             rows: that it verifies.
-            seconds: that launches take of the host's time; 0 if that is not measured.
         """
         self._add("planned_rounds", 1, plan=plan)
-        if seconds:
-            self._child("launch_seconds").set(seconds)
         self._add("verified_rows", rows)
 
     def expected(
@@ -232,7 +224,7 @@ class NoMetrics:
 
     def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None: ...
 
-    def launched(self, plan: str, rows: int, seconds: float) -> None: ...
+    def launched(self, plan: str, rows: int) -> None: ...
 
     def expected(
         self, chances: torch.Tensor, verified: torch.Tensor, lengths: torch.Tensor

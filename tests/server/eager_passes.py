@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,6 @@ from sglang_dflash.round.run import AUTO, RoundRunner
 from sglang_dflash.round.stages import accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Survival
 from sglang_dflash.round.target import TargetRows
-from sglang_dflash.scheduler.pace import Pace
 
 
 class SideBySideAttention(BlockAttention):
@@ -127,16 +125,6 @@ class EagerRounds:
         return times, True
 
 
-class HostEvent:
-    """Stands for a GPU's: what is launched on a CPU is over then."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, end: HostEvent) -> float:
-        return 1000 * (end.at - self.at)
-
-
 class EagerPass:
     """Stands for `Captured` and for the graph in it."""
 
@@ -184,7 +172,6 @@ def run_scheduler(*arguments: Any, **more: Any) -> Any:
 
     from sglang_dflash.scheduler import base
 
-    base.pace_of = lambda args, rank: Pace(HostEvent)
     base.capture, SIDE_BY_SIDE[SideBySideAttention] = capture, SideBySideAttention
     run.remembered = lambda name, measure: measure()[0]  # nothing of it is kept for others
     return run_scheduler_process(*arguments, **more)
