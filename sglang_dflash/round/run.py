@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -140,10 +140,6 @@ class RoundRunner:
             return lambda: self._learn(proposed, None, *graphs.accept(key, len(rows), sampling))
         blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total))
         return partial(self._accept, proposed, blocks, sampling)
-
-    def run(self, *args: Any, **kwargs: Any) -> RoundResult:
-        """A whole round; see `launch`."""
-        return self.launch(*args, **kwargs)()
 
     def holds_prompts(
         self, start_bounds: torch.Tensor, width: int, rows: int, prompts: ModelWorkerBatch
