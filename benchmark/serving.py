@@ -5,6 +5,7 @@
     python benchmark/serving.py report FILE… [--plot DIR]
     python benchmark/serving.py agreement --base-url URL
     python benchmark/serving.py profile --base-url URL
+    python benchmark/serving.py calibration --base-url URL
 
 Exit status: 0 good; 1 a cell failed; 2 nothing could be measured; 3 --stop-after left cells for
 --resume; 130 or 128 plus the signal if it was ended, and then --resume goes on, too.
@@ -24,7 +25,16 @@ from benchmark.jsonl import Row, good  # noqa: E402
 from benchmark.machine import Machine  # noqa: E402
 from benchmark.options import check_plot  # noqa: E402
 from benchmark.servers import end_by_signals  # noqa: E402
-from benchmark.traffic import agreement, arguments, measure, plot, profile, report, rows  # noqa: E402
+from benchmark.traffic import (  # noqa: E402  # noqa: E402
+    agreement,
+    arguments,
+    calibration,
+    measure,
+    plot,
+    profile,
+    report,
+    rows,
+)
 
 GOOD, FAILED, NOTHING, LEFT = 0, 1, 2, 3
 
@@ -75,7 +85,12 @@ def report_again(given: Sequence[str]) -> int:
     return GOOD
 
 
-COMMANDS = {"report": report_again, "agreement": agreement.main, "profile": profile.main}
+COMMANDS = {
+    "report": report_again,
+    "agreement": agreement.main,
+    "profile": profile.main,
+    "calibration": calibration.main,
+}
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
         description="Asks servers as users do: several systems, loaded side by side and asked in "
         "turns. Without any option: plain decoding and v2 on the bundled pair.",
         epilog="Other commands: report FILE… prints results again, agreement compares with "
-        "sglang.bench_serving, profile splits a server's time; each has its own --help.",
+        "sglang.bench_serving, profile splits a server's time, calibration says how right it is about its "
+        "drafts; each has its own --help.",
     )
     _add_systems(whole)
     _add_cells(whole)

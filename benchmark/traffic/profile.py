@@ -117,20 +117,29 @@ def parser() -> argparse.ArgumentParser:
         description="Asks a server of this project that runs already, with --enable-metrics and on this machine, "
         "and splits its time by a trace of the GPU.",
     )
+    add_asked(whole)
+    add = whole.add_argument
+    add("--clients", default="8,32", metavar="N,…", help="closed loops; %(default)s")
+    add("--seconds", type=number(0, 60, above=True), default=2.0, help="of a trace; %(default)s")
+    return whole
+
+
+def add_asked(whole: argparse.ArgumentParser) -> None:
+    """Options of commands that ask a server that runs already."""
     add = whole.add_argument
     add("--base-url", required=True, metavar="URL")
     add("--workload", choices=workloads.FILES, default="chat", help="%(default)s")
     add("--kind", choices=KINDS, default="greedy", help="%(default)s")
-    add("--clients", default="8,32", metavar="N,…", help="closed loops; %(default)s")
-    add("--seconds", type=number(0, 60, above=True), default=2.0, help="of a trace; %(default)s")
     add("--data", type=Path, default=TINY / "data", metavar="DIR", help="the workloads' files")
-    add("--output-file", type=Path, metavar="FILE", help="JSON lines, a row for each loop")
-    return whole
+    add("--output-file", type=Path, metavar="FILE", help="JSON lines")
 
 
-def main(given: Sequence[str]) -> int:
-    options = parser().parse_args(given)
-    loads = [at_least(1)(text) for text in options.clients.split(",")]
+def served_by(options: argparse.Namespace) -> tuple[Served, Sequence[bytes]]:
+    """The server of `add_asked`'s options, and the bodies of requests to it.
+
+    Raises:
+        CannotMeasure: no SGLang answers there.
+    """
     served = Served(Choice("served", "url"), options.base_url.rstrip("/"))
     try:
         served.get_ready(0)
@@ -142,7 +151,13 @@ def main(given: Sequence[str]) -> int:
         ) from None
     context = workloads.context_of(Path(tokenizer))
     pool = workloads.load(options.workload, options.data, load_tokenizer(tokenizer), context)
-    bodies = pool.bodies(options.kind, Sampling(0.7, 0.9, 0), served.model, pool.max_tokens)
+    return served, pool.bodies(options.kind, Sampling(0.7, 0.9, 0), served.model, pool.max_tokens)
+
+
+def main(given: Sequence[str]) -> int:
+    options = parser().parse_args(given)
+    loads = [at_least(1)(text) for text in options.clients.split(",")]
+    served, bodies = served_by(options)
     rows = []
     with Clients() as clients:
         for load in loads:
