@@ -21,6 +21,12 @@ def append(path: Path, row: Row) -> None:
         os.fsync(out.fileno())
 
 
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Writes a file of rows anew, and its folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def read(path: Path, fields: Iterable[str], whose: str) -> list[Row]:
     """All rows of a file.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import requests
 
+from benchmark import jsonl
 from benchmark.errors import CannotMeasure
 from benchmark.options import at_least, check_plot
 from benchmark.traffic.arguments import PROG
@@ -110,8 +110,7 @@ def main(given: Sequence[str]) -> int:
     found = positions(before, _page(served.url))
     print(_table(found))
     if options.output_file is not None:
-        options.output_file.parent.mkdir(parents=True, exist_ok=True)
-        options.output_file.write_text("".join(json.dumps(asdict(each)) + "\n" for each in found))
+        jsonl.write(options.output_file, map(asdict, found))
     if options.plot is not None:
         draw(found, options.plot, f"{options.workload}, {options.kind}")
     return 0

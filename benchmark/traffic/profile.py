@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import requests
 
-from benchmark import traces
+from benchmark import jsonl, traces
 from benchmark.errors import CannotMeasure
 from benchmark.options import at_least, number
 from benchmark.prompts import load_tokenizer
@@ -169,8 +168,7 @@ def main(given: Sequence[str]) -> int:
             )
     print(_table(rows))
     if options.output_file is not None:
-        options.output_file.parent.mkdir(parents=True, exist_ok=True)
-        options.output_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl.write(options.output_file, rows)
     return 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from benchmark import jsonl
 from benchmark.errors import CannotMeasure
 from benchmark.traffic.calibration import draw, errors, positions
 
@@ -43,6 +45,12 @@ def test_errors() -> None:
 def test_a_server_that_expects_nothing() -> None:
     with pytest.raises(CannotMeasure, match="expects nothing of its drafts"):
         positions(AFTER, AFTER)
+
+
+def test_rows(tmp_path: Path) -> None:
+    jsonl.write(tmp_path / "new" / "rows.jsonl", map(asdict, positions(BEFORE, AFTER)))
+    found = jsonl.read(tmp_path / "new" / "rows.jsonl", ("position", "tried"), "this benchmark")
+    assert [row["expected"] for row in found] == [820, 385, 20]
 
 
 def test_picture(tmp_path: Path) -> None:
