@@ -63,14 +63,14 @@ def _time(run: Callable[[], object]) -> list[float]:
 class Staircase:
     """Times of sizes, and of all between them: what the next larger one takes.
 
-    What was measured of a larger size counts for no less than that of a smaller one.
+    No size counts for more than what was measured of a larger one: what else uses the GPU only makes times longer.
     """
 
     sizes: Sequence[int]
     times: Sequence[float]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times", list(accumulate(self.times, max)))
+        object.__setattr__(self, "times", list(accumulate(reversed(self.times), min))[::-1])
 
     def __str__(self) -> str:
         steps = zip(self.sizes, self.times, strict=True)
@@ -81,6 +81,16 @@ class Staircase:
         if size > self.sizes[-1]:
             return self.times[-1] * size / self.sizes[-1]
         return self.times[bisect.bisect_left(self.sizes, size)]
+
+
+def orderly(times: Sequence[float]) -> bool:
+    """Whether nothing took much longer than something larger, as where all others waited for the GPU equally long.
+
+    Args:
+        times: of things that grow.
+    """
+    least = accumulate(reversed(times), min)
+    return all(time < _QUIET * least for time, least in zip(reversed(times), least, strict=True))
 
 
 @dataclass(frozen=True)
@@ -123,12 +133,15 @@ class Costs:
 _FILE = TypeAdapter(dict[str, dict[str, dict[int, float] | float]])
 
 
-def remembered(name: str, measure: Callable[[], tuple[Costs, bool]]) -> Costs:
+def remembered(name: str, measure: Callable[[], tuple[Costs, bool]]) -> tuple[Costs, bool]:
     """What rounds take: from the file if a start before has measured it, else measured and written there.
 
     Args:
         name: of all that it depends on.
         measure: gives it, and whether it is worth keeping; all ranks run it together.
+
+    Returns:
+        It, and whether it is worth keeping.
     """
     group, file = get_tp_group(), cache_folder() / "costs.json"
     known = _read(file).get(name) if group.is_first_rank else None
@@ -136,16 +149,16 @@ def remembered(name: str, measure: Callable[[], tuple[Costs, bool]]) -> Costs:
         known = group.broadcast_object(known, src=0)
     if known is not None:
         logger.info("DFLASH takes what rounds take from %s; delete it to measure it again", file)
-        return Costs.from_dict(known)
+        return Costs.from_dict(known), True
     costs, quiet = measure()
     if not quiet:
         logger.warning(
             "DFLASH measured what rounds take while something else used the GPU, and does not keep it: rounds may "
-            "verify too many rows or too few until the next start."
+            "verify too many rows or too few. POST /flush_cache, or the next start, measures it again."
         )
     elif group.is_first_rank:
         _write(file, name, costs)
-    return costs
+    return costs, quiet
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[int, float] | float]]:

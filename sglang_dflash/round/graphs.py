@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -24,7 +23,7 @@ from sglang_dflash.gpu.kernels.open_round import open_round
 from sglang_dflash.gpu.targets import Body
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.block_model import BlockModel
-from sglang_dflash.round.costs import Staircase, milliseconds
+from sglang_dflash.round.costs import Staircase, milliseconds, orderly
 from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
@@ -69,6 +68,7 @@ class Captured:
 
     Attributes:
         propose, verify, greedy: the parts of a round, the last without draws.
+        told: what `Survival.learn` gives in the last; None if nobody asks.
         read: models whose tensors the graphs read.
     """
 
@@ -78,6 +78,7 @@ class Captured:
     blocks: Blocks
     greedy: torch.cuda.CUDAGraph
     accepted: Accepted
+    told: torch.Tensor | None
     read: tuple[CapturedModel, CapturedModel]
 
     def replay_rest(self) -> None:
@@ -169,6 +170,7 @@ class RoundGraphs:
             (largest,), parts.state.padding_row, dtype=torch.int64, device=device
         )
         self.drawn = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._drew = False  # whether `drawn` may have others than zeros
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
@@ -192,25 +194,27 @@ class RoundGraphs:
         """The second stage of a round, over whole blocks, after `propose` for the same key."""
         self._graphs[key].verify.replay()
 
-    def accept(
-        self, key: Key, requests: int, sampling: Sampling | None = None
-    ) -> tuple[Accepted, LogitsProcessorOutput | None]:
-        """The last stages of a round after `verify` for the same key; the result is overwritten by the next.
+    def blocks(self, key: Key, requests: int) -> Blocks:
+        """What both models made of a round after `verify` for the same key, for those who draw."""
+        return self._graphs[key].blocks.first(requests)
 
-        Args:
-            sampling: how to draw, kernel by kernel; None for the likeliest tokens.
+    def accept(self, key: Key, requests: int) -> tuple[Accepted, torch.Tensor | None]:
+        """The last stages of a round after `verify` for the same key, if nobody draws.
+
+        Returns:
+            Its result, which the next one overwrites; what `Survival.learn` gave, None if nobody asks.
         """
         graphs = self._graphs[key]
-        if sampling is not None:
-            return accept_blocks(self.parts, graphs.blocks.first(requests), sampling)
         graphs.greedy.replay()
-        return graphs.accepted.first(requests), None
+        told = graphs.told
+        return graphs.accepted.first(requests), None if told is None else told[:requests]
 
     def propose(self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
         """The first stage of a round over the requests at `rows` ([bs] int64)."""
         batch_size, graphs = len(rows), self._graphs[key]
-        if self.survival is not None:
-            tell_who_draws(self.drawn[:batch_size], sampling)
+        if self.survival is not None and (sampling is not None or self._drew):
+            self._drew = sampling is not None
+            tell_who_draws(self.drawn[:batch_size] if self._drew else self.drawn, sampling)
         self.rows[:batch_size].copy_(rows)
         if key.bucket > batch_size:
             self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
@@ -220,13 +224,15 @@ class RoundGraphs:
     def times(self) -> tuple[dict[int, tuple[Staircase, Staircase]], bool]:
         """By width: what the first stage takes, and what the others do, by requests; and whether it was quiet."""
         measured, quiet = {}, True
+        self.rows.fill_(self.parts.state.padding_row)  # not those of the last round
         for width in self.widths:
             graphs = [self._graphs[self._key(size, 0, width)] for size in self.sizes]
             # All share their memory: what a graph reads is only there right after the one before it in its round.
             parts = [part for each in graphs for part in (each.propose.replay, each.replay_rest)]
             times = milliseconds(parts)
-            found = (Staircase(self.sizes, times.shortest[i::2]) for i in (0, 1))
-            measured[width], quiet = tuple(found), quiet and times.quiet
+            found = [times.shortest[i::2] for i in (0, 1)]
+            measured[width] = tuple(Staircase(self.sizes, each) for each in found)
+            quiet = quiet and times.quiet and all(map(orderly, found))
         return measured, quiet
 
     def _keys(self) -> list[Key]:
@@ -266,7 +272,8 @@ class RoundGraphs:
         read = self._models(key)
         for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
             torch.cuda.synchronize()
-            accept_blocks(self.parts, self._verify(self._propose(key, read), read))
+            drafted = self._propose(key, read)
+            self._accept(drafted, self._verify(drafted, read))
         torch.cuda.synchronize()
         first, second, greedy = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(first, pool=pool, stream=stream):
@@ -274,8 +281,8 @@ class RoundGraphs:
         with torch.cuda.graph(second, pool=pool, stream=stream):
             blocks = self._verify(drafted, read)
         with torch.cuda.graph(greedy, pool=pool, stream=stream):
-            accepted, _ = accept_blocks(self.parts, blocks)
-        return Captured(first, drafted, second, blocks, greedy, accepted, read)
+            accepted, told = self._accept(drafted, blocks)
+        return Captured(first, drafted, second, blocks, greedy, accepted, told, read)
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
         keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
@@ -332,6 +339,13 @@ class RoundGraphs:
     def _verify(self, drafted: Proposed, models: tuple[CapturedModel, CapturedModel]) -> Blocks:
         models[1].prepare()
         return verify_blocks(self.parts, drafted.round, drafted.draft_tokens, models[1])
+
+    def _accept(self, drafted: Proposed, blocks: Blocks) -> tuple[Accepted, torch.Tensor | None]:
+        accepted, _ = accept_blocks(self.parts, blocks)
+        if drafted.estimate is None:
+            return accepted, None
+        width = drafted.round.width
+        return accepted, self.survival.learn(drafted.estimate, width, accepted.lengths)
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

@@ -25,7 +25,7 @@ from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round.choose import likeliest
-from sglang_dflash.round.costs import Costs, Staircase, milliseconds
+from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
@@ -80,8 +80,7 @@ class PromptGraphs:
         self._last: TargetRows | None = None
         self._graphs: dict[Key, Captured] = {}
         self._capture_all()
-        self.passes, self._quiet = self._measure(self._replay)
-        logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
+        self.passes: Staircase | None = None
 
     def holds(self, rows: int, requests: int) -> bool:
         """Whether a pass over so many rows of so many requests was captured."""
@@ -147,6 +146,12 @@ class PromptGraphs:
         captured.graph.replay()
         return captured.rows
 
+    def time_passes(self) -> bool:
+        """Measures what passes take, `passes`; whether nobody else used the GPU meanwhile."""
+        self.passes, quiet = self._measure(self._replay)
+        logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
+        return quiet
+
     def prompt_rows(self, block_rows: int, slowdown: float, backlog: int) -> int:
         """Rows of prompts that a round over so many rows takes along.
 
@@ -164,11 +169,13 @@ class PromptGraphs:
 
     def costs(self, rounds: RoundGraphs) -> tuple[Costs, bool]:
         """What rounds take that verify some rows or all, and whether nobody else used the GPU meanwhile."""
+        quiet_passes = self.time_passes()
         times, quiet = rounds.times()
         head, quiet_head = self._measure(self._choose)
         draft, whole = times[rounds.widths[-1]]
         opened, rest = times[rounds.widths[0]]
         plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
+        in_order = all(map(orderly, zip(plain, whole.times, strict=True)))
         # The fewest rows take as long as it takes to read the weights.
         weights = sum(p.numel() * p.itemsize for p in self.runner.model.parameters())
         pool = self.runner.token_to_kv_pool
@@ -181,7 +188,7 @@ class PromptGraphs:
             head=head,
             context=key_bytes * self.passes.times[0] / weights,
         )
-        return costs, quiet and quiet_head and self._quiet
+        return costs, quiet and quiet_head and quiet_passes and in_order
 
     def _key(self, size: int, longest: int) -> Key:
         short = Key(size, longest <= SHORT_TABLE)
@@ -250,7 +257,7 @@ class PromptGraphs:
     def _measure(self, run: Callable[[int], object]) -> tuple[Staircase, bool]:
         """What is done with rows of each size, and whether it was quiet."""
         times = milliseconds([partial(run, size) for size in self.sizes])
-        return Staircase(self.sizes, times.shortest), times.quiet
+        return Staircase(self.sizes, times.shortest), times.quiet and orderly(times.shortest)
 
     def _replay(self, size: int) -> None:
         self.inputs.clear(size)

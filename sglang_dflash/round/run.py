@@ -72,6 +72,8 @@ class RoundRunner:
     ):
         self.parts, self.graphs, self.prompt_graphs = parts, graphs, prompt_graphs
         self.survival = None if graphs is None else graphs.survival
+        # Whether what rounds take was measured while something else used the GPU.
+        self.disturbed = False
 
     @property
     def attention(self) -> dict[str, str]:
@@ -84,10 +86,15 @@ class RoundRunner:
         }
 
     def costs(self) -> Costs | None:
-        """What rounds take, where the number of their rows is to be chosen."""
+        """What rounds take, where the number of their rows is to be chosen; passes are timed either way."""
         if self.survival is None:
+            if self.prompt_graphs is not None:
+                self.prompt_graphs.time_passes()
             return None
-        return remembered(self._name(), partial(self.prompt_graphs.costs, self.graphs))
+        measure = partial(self.prompt_graphs.costs, self.graphs)
+        costs, quiet = remembered(self._name(), measure)
+        self.prompt_graphs.passes, self.disturbed = costs.ragged, not quiet
+        return costs
 
     def _name(self) -> str:
         """Of all that decides what rounds take."""
@@ -137,7 +144,9 @@ class RoundRunner:
         sampling = sampling and sampling.after(proposed.draft_tokens)
         if total is None:
             graphs.verify(key)
-            return lambda: self._learn(proposed, None, *graphs.accept(key, len(rows), sampling))
+            if sampling is None:
+                return lambda: _told(*graphs.accept(key, len(rows)))
+            return partial(self._accept, proposed, graphs.blocks(key, len(rows)), sampling)
         blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total))
         return partial(self._accept, proposed, blocks, sampling)
 
@@ -174,25 +183,19 @@ class RoundRunner:
         return partial(self._accept, proposed, self.prompt_graphs.leave(), sampling), result
 
     def _accept(self, proposed: Proposed, blocks: Blocks, sampling: Sampling | None) -> RoundResult:
-        return self._learn(proposed, blocks.ragged, *accept_blocks(self.parts, blocks, sampling))
-
-    def _learn(
-        self,
-        proposed: Proposed,
-        ragged: Ragged | None,
-        accepted: Accepted,
-        output: LogitsProcessorOutput | None,
-    ) -> RoundResult:
         """The result of a round, of which the next ones have learned what drafts are worth."""
-        estimate = proposed.estimate
+        accepted, output = accept_blocks(self.parts, blocks, sampling)
+        estimate, ragged = proposed.estimate, blocks.ragged
         if estimate is None:
             return RoundResult(accepted, output)
         rows = proposed.round.width if ragged is None else ragged.counts
-        self.survival.learn(estimate.cells, rows, accepted.lengths)
-        verified = estimate.chances.new_empty(len(estimate.chances), 1)
-        verified[:, 0] = rows
-        expected = OnItsWay(torch.cat([estimate.chances, verified], dim=1))
-        return RoundResult(accepted, output, expected=expected)
+        told = self.survival.learn(estimate, rows, accepted.lengths)
+        return RoundResult(accepted, output, expected=OnItsWay(told))
+
+
+def _told(accepted: Accepted, expected: torch.Tensor | None) -> RoundResult:
+    """Of a graph that has learned of the round itself."""
+    return RoundResult(accepted, expected=None if expected is None else OnItsWay(expected))
 
 
 def _version() -> str:

@@ -30,7 +30,7 @@ class RequestState:
             here it only says that more rows would be in vain.
         rope_deltas: [rows + 1] int64, by how much a target with M-RoPE rotates text behind a request's pictures
             otherwise than by its positions; None for other targets.
-        padding_row: row of the requests that only pad a batch; its length stays 0.
+        padding_row: row of the requests that only pad a batch; its length stays 0, and it has ended.
     """
 
     def __init__(self, rows: int, device: torch.device | str, mrope: bool = False):
@@ -41,6 +41,7 @@ class RequestState:
         self.ended = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.rope_deltas = torch.zeros_like(self.lengths) if mrope else None
         self.padding_row = rows
+        self.ended[rows] = 1  # what pads a batch has no drafts that count
 
     @property
     def moved_by_rounds(self) -> tuple[torch.Tensor | int, ...]:

@@ -80,22 +80,27 @@ class Survival:
         chances, gone = self.rates.flatten()[cells].cumprod(dim=1), (ended[rows] > 0)[:, None]
         return Estimate(cells.masked_fill(gone, -1), chances.masked_fill(gone, 0.0))
 
-    def learn(self, cells: torch.Tensor, rows: torch.Tensor | int, lengths: torch.Tensor) -> None:
+    def learn(
+        self, estimate: Estimate, rows: torch.Tensor | int, lengths: torch.Tensor
+    ) -> torch.Tensor:
         """Counts what became of a round's drafts.
 
         Args:
-            cells: [bs, width - 1] int64, of the estimate.
             rows: [bs] int64, how many rows of each request were verified, or of all.
             lengths: [bs] int64, tokens that the round commits, the bonus token included.
+
+        Returns:
+            What the host is told: the chances, and behind them how many rows were verified, [bs, width] float32.
         """
+        cells, chances = estimate.cells, estimate.chances
         if cells.is_cuda:
-            count_and_update(
-                *(cells, rows, lengths, self._fresh, self._counts, self.rates, self._guess),
+            return count_and_update(
+                *(cells, chances, rows, lengths),
+                *(self._fresh, self._counts, self.rates, self._guess),
                 window=_WINDOW,
                 kept=(_FASTEST, _SLOWEST),
                 weights=(_GUESS, _POOLED),
             )
-            return
         position = torch.arange(cells.shape[1], device=cells.device)
         verified = rows[:, None] - 1 if isinstance(rows, torch.Tensor) else rows - 1
         tried = (position < lengths[:, None]) & (position < verified) & (cells >= 0)
@@ -112,3 +117,6 @@ class Survival:
         guess = self._guess * ((survived_at.sum(2, keepdim=True) + _GUESS) / hoped).clamp(max=1.0)
         pooled = (survived_at + _GUESS * guess) / (tried_at + _GUESS)
         torch.div(survived + _POOLED * pooled, tried + _POOLED, out=self.rates)
+        told = chances.new_empty(len(cells), chances.shape[1] + 1)
+        told[:, :-1], told[:, -1] = chances, rows
+        return told

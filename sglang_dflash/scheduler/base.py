@@ -70,14 +70,13 @@ class DFlashWorkerBase:
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
         self.rounds = capture(self.parts, server_args, widths(server_args))
-        costs = self._costs(server_args)
-        self.planner = planner(self.width, widths(server_args), costs)
+        self._server_args = server_args
+        self.planner = planner(self.width, widths(server_args), self._costs())
         self.riding = Riding(
             server_args.speculative_dflash_prompt_slowdown, self.rounds, self.planner
         )
         # What the scheduler's arguments hold, /server_info tells.
         server_args.dflash_attention = self.rounds.attention
-        server_args.dflash_costs = costs and costs.as_dict()
         bound_requests(target_worker)
         self.behind_windows = BehindWindows(target_worker.model_runner)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
@@ -97,11 +96,12 @@ class DFlashWorkerBase:
         exempt = exempt_start_up()
         logger.info("%s objects of start-up are exempt from garbage collection", f"{exempt:,}")
 
-    def _costs(self, args: ServerArgs) -> Costs | None:
-        """What rounds take, where the number of their rows is to be chosen; for the log, too."""
-        costs = self.rounds.costs()
+    def _costs(self) -> Costs | None:
+        """What rounds take, where the number of their rows is to be chosen; for the log and /server_info, too."""
+        costs, args = self.rounds.costs(), self._server_args
+        args.dflash_costs = costs and costs.as_dict()
         if costs is not None:
-            logger.info("DFLASH rounds take, in ms: %s", costs.as_dict())
+            logger.info("DFLASH rounds take, in ms: %s", args.dflash_costs)
         elif args.speculative_dflash_verify == AUTO:
             logger.info(
                 "DFLASH verifies all rows, because no passes of the target are captured in which requests have "
@@ -199,5 +199,10 @@ class DFlashWorkerBase:
         return self.target_worker.update_weights_from_tensor(request)
 
     def clear_cache_pool(self) -> None:
-        """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free."""
+        """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free.
+
+        What rounds take is measured anew if that was disturbed; all ranks are here then.
+        """
+        if self.rounds.disturbed:
+            self.planner.take(self._costs())
         give_memory_back()

@@ -85,6 +85,9 @@ class WholeBlocks:
         """What the next round is; see `plan`."""
         return self.plan(requests, keys, prompt_rows)
 
+    def take(self, costs: Costs) -> None:
+        """What rounds take, from now on."""
+
     def note(self, chances: torch.Tensor) -> None:
         """What was expected of a round's drafts: [bs, drafts] float32, on the host; see `Estimate`."""
 
@@ -121,10 +124,14 @@ class BestRows(WholeBlocks):
 
     def __init__(self, width: int, costs: Costs):
         super().__init__(width)
-        self._width, self._costs = width, costs
+        self._width = width
+        self.take(costs)
         self._seen: deque[np.ndarray] = deque()  # chances of the last rounds
         self._requests, self._gains, self._at = 0, np.zeros(1), np.zeros(1)
         self._without, self._patience, self._said = 0, _SOON, -math.inf
+
+    def take(self, costs: Costs) -> None:
+        self._costs = costs
         self._choices: dict[tuple[int, int], _Choices] = {}
 
     def note(self, chances: torch.Tensor) -> None:

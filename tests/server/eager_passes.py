@@ -6,6 +6,7 @@ else is what a GPU runs: who rides, what is put side by side, the target's pass 
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.round import run
+from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.graphs import Attention, Proposed
 from sglang_dflash.round.opened import Round
@@ -29,7 +31,7 @@ from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.run import AUTO, RoundRunner
-from sglang_dflash.round.stages import accept_blocks, verify_blocks
+from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Survival
 from sglang_dflash.round.target import TargetRows
 
@@ -93,8 +95,13 @@ class EagerRounds:
         parts, (round, drafts) = self.parts, self._proposed
         self._blocks = verify_blocks(parts, round, drafts, parts.target)
 
-    def accept(self, width: int, requests: int, sampling: Sampling | None = None) -> Any:
-        return accept_blocks(self.parts, self._blocks, sampling)
+    def blocks(self, width: int, requests: int) -> Blocks:
+        return self._blocks
+
+    def accept(self, width: int, requests: int) -> tuple[Accepted, torch.Tensor | None]:
+        accepted, _ = accept_blocks(self.parts, self._blocks)
+        estimate = self._estimate
+        return accepted, estimate and self.survival.learn(estimate, width, accepted.lengths)
 
     def propose(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
         round, estimate = self._open(width, rows), None
@@ -104,7 +111,7 @@ class EagerRounds:
             tell_who_draws(drawn, sampling)
             ended = self.parts.state.ended
             estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
-        self._proposed = round, drafts.tokens
+        self._proposed, self._estimate = (round, drafts.tokens), estimate
         return Proposed(round, drafts.tokens, estimate)
 
     def _open(self, width: int, rows: torch.Tensor) -> Round:
@@ -173,7 +180,9 @@ def run_scheduler(*arguments: Any, **more: Any) -> Any:
     from sglang_dflash.scheduler import base
 
     base.capture, SIDE_BY_SIDE[SideBySideAttention] = capture, SideBySideAttention
-    run.remembered = lambda name, measure: measure()[0]  # nothing of it is kept for others
+    # Nothing of it is kept for others; the first time passes for disturbed, so it is measured again.
+    again = itertools.chain([False], itertools.repeat(True))
+    run.remembered = lambda name, measure: (measure()[0], next(again))
     return run_scheduler_process(*arguments, **more)
 
 

@@ -46,7 +46,7 @@ def test_side_by_side(dflash: Server, plain: Server, tokenizer, prompts: list[st
     moved = counted(dflash) - before
     assert moved["rounds_total", ""] > 100
     for answer, (prompt, kind) in zip(answers, asked, strict=True):
-        assert_same(answer, plain.reference(prompt, **kind), plain, prompt)
+        assert_same(answer, plain.reference(prompt, **kind), plain, prompt, **kind)
     written = answers[: 2 * len(held_out("json"))]
     assert accept_length(written) > 3 and all(json.loads(each["text"]) for each in written)
 
@@ -56,14 +56,15 @@ def test_end_inside_a_round(dflash: Server, plain: Server, prompts: list[str]) -
     inside = 0
     for prompt in prompts[20:26]:
         answer = dflash.generate(prompt, **ANSWER)
-        assert_same(answer, plain.reference(prompt, **ANSWER), plain, prompt)
+        assert_same(answer, plain.reference(prompt, **ANSWER), plain, prompt, **ANSWER)
         assert_speculated(answer)
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"
         tokens, own = len(answer["output_ids"]), answer["meta_info"]["spec_verify_ct"]
         shorter = dflash.generate(prompt, **ANSWER, max_new_tokens=tokens - 1)
         inside += own == shorter["meta_info"]["spec_verify_ct"]
         over = ANSWER | {"ignore_eos": True}
-        assert_same(dflash.generate(prompt, **over), plain.reference(prompt, **over), plain, prompt)
+        expected = plain.reference(prompt, **over)
+        assert_same(dflash.generate(prompt, **over), expected, plain, prompt, **over)
     assert inside
 
 
@@ -74,7 +75,7 @@ def test_stream(dflash: Server, plain: Server, tokenizer) -> None:
         parts = list(dflash.stream(prompt, **schema))
         assert len(parts) > 2
         assert all(expected["text"].startswith(part["text"]) for part in parts)
-        assert_same(parts[-1], expected, plain, prompt)
+        assert_same(parts[-1], expected, plain, prompt, **schema)
 
 
 def test_several_answers(dflash: Server, plain: Server, prompts: list[str]) -> None:
@@ -125,4 +126,4 @@ def test_abort(dflash: Server, plain: Server, prompts: list[str]) -> None:
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert last["meta_info"]["completion_tokens"] < 1500
     for prompt, answer in zip(prompts[20:24], answers, strict=True):
-        assert_same(answer, plain.reference(prompt, **ANSWER), plain, prompt)
+        assert_same(answer, plain.reference(prompt, **ANSWER), plain, prompt, **ANSWER)

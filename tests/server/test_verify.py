@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server import harness
-from tests.server.checks import accept_length, assert_same, counted
+from tests.server.checks import accept_length, assert_same, check, counted
 from tests.server.conftest import COMMON, VARIANTS
 from tests.server.features import GREEDY, Prompt
 from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, in_long, running
@@ -108,7 +108,13 @@ def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -
             )
             assert tried > 500 and survived / tried == pytest.approx(expected / tried, abs=0.08)
         assert accept_length(answered + warm) > 2.5
+        measured = "DFLASH rounds take, in ms"
+        told = log.read_text().count(measured)
         server.check_idle()
+        if DEVICE == "cpu":  # where the first measurement passes for disturbed
+            server.check_idle()
+            assert (told, log.read_text().count(measured)) == (1, 2)
+            check(server, plain, prompts[0])
 
 
 @pytest.mark.parametrize("worker", in_long(*CHOSEN_WORKERS))
@@ -124,7 +130,7 @@ def test_every_feature(
     with running(log, *arguments, worker=worker, launcher=LAUNCHER, **RANDOM) as server:
         for feature in GREEDY:
             got, expected = answers(server, feature, asked), answers(plain, feature, asked)
-            assert_as_plain(feature, got, expected, plain, asked)
+            assert_as_plain(feature, got, expected, server, plain, asked)
         server.check_idle()
 
 

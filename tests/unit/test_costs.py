@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.round.costs import Costs, Staircase, remembered
+from sglang_dflash.round.costs import Costs, Staircase, orderly, remembered
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -29,38 +29,44 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_staircase() -> None:
-    """Never less than what fewer take; between two sizes what the larger takes."""
-    stairs = Staircase([64, 128, 256], [5.0, 4.5, 8.0])
-    assert [stairs.at(n) for n in (1, 64, 65, 128, 200, 256, 512)] == [5, 5, 5, 5, 8, 8, 16]
-    assert str(stairs) == "64: 5.00, 128: 5.00, 256: 8.00 ms"
+    """Never more than what more rows take; between two sizes what the larger takes."""
+    stairs = Staircase([64, 128, 256], [9.0, 4.5, 8.0])
+    assert [stairs.at(n) for n in (1, 64, 65, 128, 200, 256, 512)] == [4.5] * 4 + [8, 8, 16]
+    assert str(stairs) == "64: 4.50, 128: 4.50, 256: 8.00 ms"
+
+
+def test_orderly() -> None:
+    """What took much longer than something larger was waited for."""
+    assert orderly([4.7, 5.0, 5.2, 5.1, 8.0]) and orderly([])
+    assert not orderly([4.7, 5.0, 11.6, 8.9, 10.3])
 
 
 def test_measured_once(file: Path) -> None:
-    assert remembered("this pair", lambda: (costs(), True)) == costs()
-    assert remembered("that pair", lambda: (costs(2.0), True)) == costs(2.0)
+    assert remembered("this pair", lambda: (costs(), True)) == (costs(), True)
+    assert remembered("that pair", lambda: (costs(2.0), True)) == (costs(2.0), True)
 
     def again() -> tuple[Costs, bool]:
         raise AssertionError("measured again")
 
-    assert remembered("this pair", again) == costs()
-    assert remembered("that pair", again) == costs(2.0)
+    assert remembered("this pair", again) == (costs(), True)
+    assert remembered("that pair", again) == (costs(2.0), True)
     assert json.loads(file.read_text()).keys() == {"this pair", "that pair"}
 
 
 def test_what_was_disturbed_is_not_kept(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert remembered("this pair", lambda: (costs(9.0), False)) == costs(9.0)
+    assert remembered("this pair", lambda: (costs(9.0), False)) == (costs(9.0), False)
     assert "something else used the GPU" in caplog.text and not file.exists()
-    assert remembered("this pair", lambda: (costs(), True)) == costs()
+    assert remembered("this pair", lambda: (costs(), True)) == (costs(), True)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"this pair": {"draft": {"1": 2.0}}}'])
 def test_a_file_that_is_broken(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_text(content)
-    assert remembered("this pair", lambda: (costs(), True)) == costs()
-    assert remembered("this pair", lambda: (costs(3.0), True)) == costs()
+    assert remembered("this pair", lambda: (costs(), True)) == (costs(), True)
+    assert remembered("this pair", lambda: (costs(3.0), True)) == (costs(), True)
 
 
 def test_nowhere_to_write(file: Path) -> None:
     file.parent.write_text("a file where a folder would be")
-    assert remembered("this pair", lambda: (costs(), True)) == costs()
+    assert remembered("this pair", lambda: (costs(), True)) == (costs(), True)

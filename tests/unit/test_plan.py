@@ -125,6 +125,14 @@ def test_whole_blocks_are_left_for_something_better_only() -> None:
     assert plans.next(8).reason == WHOLE
 
 
+def test_what_is_measured_again() -> None:
+    plans = BestRows(WIDTH, costs(0.02))
+    plans.note(chances(0.5))
+    assert plans.next(64).reason == RAGGED
+    plans.take(costs(0.0))
+    assert plans.next(64).reason == WHOLE
+
+
 def test_one_bad_block_is_no_reason() -> None:
     """A request that is alone is judged by more than its last block."""
     plans = BestRows(WIDTH, costs(0.0))

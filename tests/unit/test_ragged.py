@@ -81,7 +81,7 @@ def test_rates_are_learned_of_what_was_tried() -> None:
     for _ in range(200):
         estimate = expected(survival, margins, kinds)
         rows = torch.randint(1, WIDTH + 1, (64,))
-        survival.learn(estimate.cells, rows, torch.minimum(survive(true, 64), rows))
+        survival.learn(estimate, rows, torch.minimum(survive(true, 64), rows))
     found = expected(survival, margins, kinds).chances[0]
     torch.testing.assert_close(found, true.cumprod(0), atol=0.05, rtol=0)
     assert torch.equal(
@@ -96,8 +96,8 @@ def test_what_changes_is_learned_anew() -> None:
     kinds = torch.zeros(32, dtype=torch.int64)
     for rate in (0.9, 0.2):
         for _ in range(150):
-            cells = expected(survival, margins, kinds).cells
-            survival.learn(cells, 5, survive(torch.full((4,), rate), 32))
+            estimate = expected(survival, margins, kinds)
+            survival.learn(estimate, 5, survive(torch.full((4,), rate), 32))
         assert expected(survival, margins, kinds).chances[0, 0] == pytest.approx(rate, abs=0.1)
 
 
@@ -116,7 +116,7 @@ def test_a_drafter_that_is_never_right() -> None:
     survival, kinds = Survival(5, "cpu"), torch.zeros(4, dtype=torch.int64)
     for _ in range(60):
         margins = 0.5 * torch.rand(4, 5)
-        survival.learn(expected(survival, margins, kinds).cells, 2, torch.ones(4).long())
+        survival.learn(expected(survival, margins, kinds), 2, torch.ones(4).long())
     sure = expected(survival, torch.full((4, 5), 9.0), kinds)
     assert sure.chances.max() < 0.2 and expected(survival, margins, kinds).chances.max() < 0.1
 
@@ -127,10 +127,10 @@ def test_requests_that_have_ended() -> None:
     kinds = torch.zeros(3, dtype=torch.int64)
     estimate = expected(survival, margins, kinds, gone=[1])
     assert Ragged.share(estimate.chances, 9).counts.tolist() == [4, 1, 4]
-    survival.learn(estimate.cells, 6, torch.tensor([1, 6, 1]))
+    survival.learn(estimate, 6, torch.tensor([1, 6, 1]))
     alike = Survival(5, "cpu")
-    cells = expected(alike, margins[:2], kinds[:2]).cells
-    alike.learn(cells, 6, torch.tensor([1, 1]))
+    estimate = expected(alike, margins[:2], kinds[:2])
+    alike.learn(estimate, 6, torch.tensor([1, 1]))
     assert torch.equal(survival.rates, alike.rates)
 
 
@@ -143,7 +143,8 @@ def test_all_orders_give_the_same() -> None:
     for at in (torch.arange(50), order):
         survival = Survival(15, "cpu")
         for _ in range(5):
-            survival.learn(expected(survival, margins, kinds).cells[at], 16, lengths[at])
+            estimate = expected(survival, margins[at], kinds[at])
+            survival.learn(estimate, 16, lengths[at])
         rates.append(survival.rates)
     assert torch.equal(*rates)
 
@@ -167,13 +168,15 @@ def test_kernels(widest: int, width: int) -> None:
         cells, chances = expect(*given, rates, 0.125)
         assert torch.equal(cells.cpu(), estimate.cells)
         torch.testing.assert_close(chances.cpu(), estimate.chances)
-        theirs.learn(estimate.cells, rows, lengths)
-        count_and_update(
-            *(cells, rows.to(device) if number % 2 else rows, lengths.to(device)),
+        told = theirs.learn(estimate, rows, lengths)
+        found = count_and_update(
+            *(cells, chances, rows.to(device) if number % 2 else rows, lengths.to(device)),
             *(fresh, counts, rates, guess),
             window=4096,
             kept=(0.5, 0.97),
             weights=(8.0, 16.0),
         )
         assert not fresh.any()
+        torch.testing.assert_close(found.cpu(), told)
+        assert told.shape == (9, width)
         torch.testing.assert_close(rates.cpu(), theirs.rates)

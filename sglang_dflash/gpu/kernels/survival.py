@@ -86,9 +86,11 @@ def expect(
 @triton.jit
 def _count(
     cells_ptr,
+    chances_ptr,
     rows_ptr,
     lengths_ptr,
     fresh_ptr,
+    told_ptr,
     width,
     SIZE: tl.constexpr,
     DRAFTS: tl.constexpr,
@@ -98,9 +100,12 @@ def _count(
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, DRAFTS_POW2)
     length = tl.load(lengths_ptr + request)
-    rows = width
+    rows = width.to(tl.int64)
     if RAGGED:
         rows = tl.load(rows_ptr + request)
+    chance = tl.load(chances_ptr + request * DRAFTS + i, mask=i < DRAFTS, other=0.0)
+    told = tl.where(i < DRAFTS, chance, rows.to(tl.float32))
+    tl.store(told_ptr + request * (DRAFTS + 1) + i, told, mask=i <= DRAFTS)
     tried = (i < DRAFTS) & (i < length) & (i < rows - 1)
     cell = tl.load(cells_ptr + request * DRAFTS + i, mask=tried, other=-1)
     tried &= cell >= 0
@@ -152,6 +157,7 @@ def _update(
 
 def count_and_update(
     cells: torch.Tensor,
+    chances: torch.Tensor,
     rows: torch.Tensor | int,
     lengths: torch.Tensor,
     fresh: torch.Tensor,
@@ -162,8 +168,8 @@ def count_and_update(
     window: float,
     kept: tuple[float, float],
     weights: tuple[float, float],
-) -> None:
-    """Counts what became of a round's drafts, and the rates that follow; see `Survival.learn`.
+) -> torch.Tensor:
+    """Counts what became of a round's drafts, and the rates that follow; see `Survival.learn` for what it gives.
 
     Args:
         fresh: [2, 2, widest, bins] float32, of the round alone; zero before and after.
@@ -175,15 +181,18 @@ def count_and_update(
     ragged = isinstance(rows, torch.Tensor)
     _, kinds, widest, bins = fresh.shape
     requests, drafts = cells.shape
+    told = chances.new_empty(requests, drafts + 1)
     _count[(requests,)](
         cells,
+        chances,
         rows if ragged else lengths,
         lengths,
         fresh,
+        told,
         0 if ragged else rows,
         SIZE=kinds * widest * bins,
         DRAFTS=drafts,
-        DRAFTS_POW2=triton.next_power_of_2(drafts),
+        DRAFTS_POW2=triton.next_power_of_2(drafts + 1),
         RAGGED=ragged,
         num_warps=1,
     )
@@ -202,3 +211,4 @@ def count_and_update(
         BINS=bins,
         num_warps=4,
     )
+    return told
