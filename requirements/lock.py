@@ -23,7 +23,14 @@ def main() -> int:
     # Local find-links folders would put builds that nobody else has into the locks.
     env = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
     for name in ("bootstrap", "cpu", "cuda", "references"):
-        command = [str(Path(arguments.uv).resolve()), "pip", "compile", *OPTIONS, *options, f"{name}.in"]
+        command = [
+            str(Path(arguments.uv).resolve()),
+            "pip",
+            "compile",
+            *OPTIONS,
+            *options,
+            f"{name}.in",
+        ]
         if name == "references":
             command += ["--no-deps"]
         elif name != "bootstrap":
