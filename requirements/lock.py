@@ -20,17 +20,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uv", required=True)
     arguments, options = parser.parse_known_args()
+    uv = str(Path(arguments.uv).resolve())  # whatever folder it runs in
     # Local find-links folders would put builds that nobody else has into the locks.
     env = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
     for name in ("bootstrap", "cpu", "cuda", "references"):
-        command = [
-            str(Path(arguments.uv).resolve()),
-            "pip",
-            "compile",
-            *OPTIONS,
-            *options,
-            f"{name}.in",
-        ]
+        command = [uv, "pip", "compile", *OPTIONS, *options, f"{name}.in"]
         if name == "references":
             command += ["--no-deps"]
         elif name != "bootstrap":

@@ -38,6 +38,7 @@ def test_staircase() -> None:
 def test_orderly() -> None:
     """What took much longer than something larger was waited for."""
     assert orderly([4.7, 5.0, 5.2, 5.1, 8.0]) and orderly([])
+    assert orderly([0.03, 0.01, 0.02])  # a kernel or two
     assert not orderly([4.7, 5.0, 11.6, 8.9, 10.3])
 
 
