@@ -173,6 +173,7 @@ class DFlashWorkerBase:
         """Gives requests what they take of a round; see `commit_round`.
 
         Args:
+            tokens, lengths: as in `Accepted`, on the host.
             expected: of its drafts, as in `RoundResult`.
         """
         committed = commit_round(reqs, tokens, lengths, output)

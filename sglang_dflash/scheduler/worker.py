@@ -31,10 +31,9 @@ class DFlashWorker(DFlashWorkerBase):
         reserve(batch, self.width)
         result = self.launch_round(batch, ahead=0)()
         accepted = result.accepted
-        taken = self.commit(
-            batch.reqs, accepted.tokens, accepted.lengths, result.output, result.expected
-        )
-        self._advance(batch, accepted.lengths)
+        tokens, lengths = accepted.tokens.cpu(), accepted.lengths.cpu()
+        taken = self.commit(batch.reqs, tokens, lengths, result.output, result.expected)
+        self._advance(batch, accepted.lengths, lengths)
         committed = [token for tokens in taken for token in tokens]
         return GenerationBatchResult(
             next_token_ids=torch.tensor(committed, device=batch.device),
@@ -43,9 +42,9 @@ class DFlashWorker(DFlashWorkerBase):
         )
 
     @staticmethod
-    def _advance(batch: ScheduleBatch, lengths: torch.Tensor) -> None:
+    def _advance(batch: ScheduleBatch, lengths: torch.Tensor, on_host: torch.Tensor) -> None:
         """Moves the batch's lengths on; a request that finished inside the block leaves it anyway."""
         batch.seq_lens = batch.seq_lens + lengths
-        batch.seq_lens_cpu = batch.seq_lens_cpu + lengths.cpu()
+        batch.seq_lens_cpu = batch.seq_lens_cpu + on_host
         batch.orig_seq_lens = batch.orig_seq_lens + lengths.to(batch.orig_seq_lens.dtype)
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
