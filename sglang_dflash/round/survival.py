@@ -18,7 +18,7 @@ _FIRST_EXPONENT = -3
 _WINDOW = 4096  # drafts after which one is forgotten,
 _FASTEST, _SLOWEST = 0.5, 0.97  # and what is kept of them after a round, at least and at most
 # Drafts that a guess is worth: of a margin's chance before any was seen, and of a margin at one position by what is
-# known of that margin.
+# known of that margin and of that position.
 _GUESS, _POOLED = 8.0, 16.0
 
 
@@ -116,6 +116,9 @@ class Survival:
         hoped = (tried_at * self._guess).sum(2, keepdim=True) + _GUESS
         guess = self._guess * ((survived_at.sum(2, keepdim=True) + _GUESS) / hoped).clamp(max=1.0)
         pooled = (survived_at + _GUESS * guess) / (tried_at + _GUESS)
+        # Nor is one margin at a position better than the position's others.
+        expected = (tried * pooled).sum(2, keepdim=True) + _POOLED
+        pooled = (pooled * (survived.sum(2, keepdim=True) + _POOLED) / expected).clamp(max=1.0)
         torch.div(survived + _POOLED * pooled, tried + _POOLED, out=self.rates)
         told = chances.new_empty(len(cells), chances.shape[1] + 1)
         told[:, :-1], told[:, -1] = chances, rows

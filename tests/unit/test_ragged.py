@@ -90,6 +90,18 @@ def test_rates_are_learned_of_what_was_tried() -> None:
     )
 
 
+def test_a_position_at_which_margins_say_less() -> None:
+    """Of margins that were hardly seen there, too."""
+    torch.manual_seed(0)
+    survival, true = Survival(2, "cpu"), torch.tensor([0.9, 0.45])
+    kinds = torch.zeros(32, dtype=torch.int64)
+    for _ in range(100):
+        margins = 0.2 + torch.rand(32, 2) * torch.tensor([20.0, 8.0])
+        survival.learn(expected(survival, margins, kinds), 3, survive(true, 32))
+    first, both = expected(survival, torch.full((1, 2), 12.0), kinds[:1]).chances[0].tolist()
+    assert first == pytest.approx(0.9, abs=0.05) and both / first < 0.7
+
+
 def test_what_changes_is_learned_anew() -> None:
     torch.manual_seed(0)
     survival, margins = Survival(4, "cpu"), torch.full((32, 4), 2.0)

@@ -151,7 +151,11 @@ def _update(
     hoped = tl.sum(tried_at * guess, axis=0) + GUESS
     guess *= tl.minimum((tl.sum(survived_at, axis=0) + GUESS) / hoped, 1.0)
     pooled = (survived_at + GUESS * guess) / (tried_at + GUESS)
-    rate = (survived + POOLED * pooled[None, :]) / (tried + POOLED)
+    # Nor is one margin at a position better than the position's others.
+    expected = tl.sum(tried * pooled[None, :], axis=1) + POOLED
+    right = (tl.sum(survived, axis=1) + POOLED) / expected
+    hoped_at = tl.minimum(pooled[None, :] * right[:, None], 1.0)
+    rate = (survived + POOLED * hoped_at) / (tried + POOLED)
     tl.store(rates_ptr + at, rate, mask=inside)
 
 
