@@ -18,8 +18,10 @@ def has_two(pool: Any) -> bool:
 
 
 def single_pools(pool: Any) -> tuple[Any, ...]:
-    """Both parts of a pair, or a pool itself."""
-    return (pool.full_kv_pool, pool.swa_kv_pool) if has_two(pool) else (pool,)
+    """Both parts of a pair, or a pool itself; of a target with linear attention, that of its other layers."""
+    if has_two(pool):
+        return (pool.full_kv_pool, pool.swa_kv_pool)
+    return (getattr(pool, "full_kv_pool", pool),)
 
 
 def is_sliding(pool: Any, layer_id: int) -> bool:

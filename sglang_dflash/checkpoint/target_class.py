@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # Classes that have no method to capture hidden states, and whether what their decoder layers return is still to be
 # summed. Some return a residual that is in the hidden states already: no signature tells, so each class is listed
 # when a test has compared its taps with those of transformers. Qwen2.5-VL's has the method, but that keeps no
-# embeddings of pictures, and to those that the batch has later layers add in place on a GPU.
+# embeddings of pictures, and to those that the batch has later layers add in place on a GPU. Qwen3-Next's cannot keep
+# the output of the last layer.
 SUMS_LATER = {
     "ArceeForCausalLM": True,
     "Cohere2ForCausalLM": False,
@@ -33,6 +34,7 @@ SUMS_LATER = {
     "OlmoForCausalLM": False,
     "OlmoeForCausalLM": True,
     "Qwen2_5_VLForConditionalGeneration": True,
+    "Qwen3NextForCausalLM": True,
     "Qwen3VLForConditionalGeneration": True,
     "Qwen3VLMoeForConditionalGeneration": True,
     "StableLmForCausalLM": False,
@@ -47,6 +49,14 @@ WRAPPERS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )
+
+# Classes with linear attention of which it was tried that states are brought to the accepted token.
+LINEAR = ("Qwen3NextForCausalLM",)
+
+
+def has_linear_attention(target: ModelConfig) -> bool:
+    """Whether some layers of a target keep recurrent states instead of K/V."""
+    return hasattr(type(target.hf_text_config), "mamba2_cache_params")
 
 
 def is_wrapper(model_class: type[nn.Module]) -> bool:
@@ -85,6 +95,11 @@ def check_model(config: DraftConfig, target: ModelConfig, path: str, flag: str) 
         )
     check_target(config, target.hf_text_config, target.vocab_size)
     check_class(model_class, path, flag)
+    if has_linear_attention(target) and model_class.__name__ not in LINEAR:
+        raise DFlashError(
+            f"{flag} {path} runs as {model_class.__name__}, whose recurrent states DFLASH cannot bring back behind a "
+            "rejected token: use a target of docs/targets.md, as Qwen3-Next."
+        )
 
 
 def check_class(model_class: type[nn.Module], path: str, flag: str) -> None:

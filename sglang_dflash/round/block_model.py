@@ -31,6 +31,6 @@ def set_block_width(backend: Any, width: int) -> None:
     for name in ("speculative_num_draft_tokens", "num_draft_tokens"):
         if hasattr(backend, name):
             setattr(backend, name, width)
-    for name in ("prefill_backend", "decode_backend"):
+    for name in ("prefill_backend", "decode_backend", "full_attn_backend"):
         if (inner := getattr(backend, name, None)) is not None:
             set_block_width(inner, width)

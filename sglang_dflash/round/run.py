@@ -222,6 +222,9 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     """
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
         return RoundRunner(parts)
+    if parts.target.runner.mambaish_config is not None:
+        logger.info("DFLASH runs without CUDA graphs, because its target has linear attention.")
+        return RoundRunner(parts)
     from sglang_dflash.round.graphs import Attention, RoundGraphs, sizes_to_capture
     from sglang_dflash.round.prompt_graphs import PromptGraphs, sizes_of_prompts
 

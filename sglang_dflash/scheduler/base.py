@@ -16,6 +16,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash.cpu.eager import compile_only_when_asked
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
+from sglang_dflash.round.linear_states import LinearStates, RoundStates
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
@@ -78,6 +79,12 @@ class DFlashWorkerBase:
         # What the scheduler's arguments hold, /server_info tells.
         server_args.dflash_attention = self.rounds.attention
         bound_requests(target_worker)
+        self.linear_states = None
+        if target_worker.model_runner.mambaish_config is not None:
+            pool = target_worker.model_runner.req_to_token_pool
+            self.linear_states = LinearStates(
+                pool, self.parts.state, server_args.mamba_track_interval
+            )
         self.behind_windows = BehindWindows(target_worker.model_runner)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
@@ -124,6 +131,12 @@ class DFlashWorkerBase:
             return result
         self.metrics.ran_prompts(batch.extend_num_tokens, ALONE)
         return prefill(self.parts, self.target_worker, batch)
+
+    def states_of(self, batch: ScheduleBatch | ModelWorkerBatch) -> RoundStates | None:
+        """What the round that is to be launched over a decode batch leaves in layers of linear attention, if any."""
+        if self.linear_states is None:
+            return None
+        return self.linear_states.of(batch.req_pool_indices, batch.reqs)
 
     def launch_round(self, batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> Finish:
         """Launches a round over a decode batch whose slots are reserved, as far as the target's pass.

@@ -106,6 +106,14 @@ def _commit_one_by_one(req: Req, tokens: list[int]) -> int:
     return taken
 
 
+def rows_run(req: Req, taken: int) -> int:
+    """How many rows of a block the prefix cache will have of a request that took so many tokens of it, if it has ended.
+
+    For the worker that waits for every result; of a request that goes on, as many as it took.
+    """
+    return taken + (req.finished() and req.last_was_draft and _has_slot_left(req))
+
+
 def count_last_token(req: Req) -> None:
     """Counts the K/V of a finished request's last token as committed, if it is there.
 
@@ -113,8 +121,12 @@ def count_last_token(req: Req) -> None:
     it as its bonus token. Plain decoding with overlap always launches such a step; without, never.
     """
     run = getattr(req, "last_was_draft", False) or getattr(req, "results_in_flight", 0) > 0
-    if req.finished() and run and req.kv_committed_len < req.kv_allocated_len:
+    if req.finished() and run and _has_slot_left(req):
         req.kv_committed_len += 1
+
+
+def _has_slot_left(req: Req) -> bool:
+    return req.kv_committed_len < req.kv_allocated_len
 
 
 def commit_output(

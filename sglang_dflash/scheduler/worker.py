@@ -10,6 +10,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.reserve import reserve
+from sglang_dflash.scheduler.results import rows_run
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -29,10 +30,17 @@ class DFlashWorker(DFlashWorkerBase):
             return result
 
         reserve(batch, self.width)
+        states = self.states_of(batch)
         result = self.launch_round(batch, ahead=0)()
         accepted = result.accepted
         tokens, lengths = accepted.tokens.cpu(), accepted.lengths.cpu()
         taken = self.commit(batch.reqs, tokens, lengths, result.output, result.expected)
+        if states is not None:
+            ran = [
+                rows_run(req, len(tokens)) for req, tokens in zip(batch.reqs, taken, strict=True)
+            ]
+            rows, counted = torch.tensor([ran, [len(tokens) for tokens in taken]])
+            states.keep(rows.to(batch.device), counted.to(batch.device))
         self._advance(batch, accepted.lengths, lengths)
         committed = [token for tokens in taken for token in tokens]
         return GenerationBatchResult(

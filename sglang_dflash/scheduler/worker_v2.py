@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_dflash.round.linear_states import RoundStates
 from sglang_dflash.round.run import Finish
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
@@ -34,6 +35,11 @@ class DFlashWorkerV2(DFlashWorkerBase):
     round (`forward_batch_generation`) → commit (`resolve`), the last one when the next is launched.
     """
 
+    def __init__(self, *args, **ranks):
+        super().__init__(*args, **ranks)
+        if self.linear_states is not None:
+            self.linear_states.hand_on_in_order()
+
     @property
     def draft_worker(self) -> DFlashWorkerV2:
         """SGLang looks for the draft model runner at `draft_worker.draft_runner`."""
@@ -42,6 +48,11 @@ class DFlashWorkerV2(DFlashWorkerBase):
     @property
     def draft_runner(self):
         return self.model_runner
+
+    def note_launched(self) -> None:
+        """All of a prefill or a round is launched."""
+        if self.linear_states is not None:
+            self.linear_states.launched()
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -73,17 +84,33 @@ class DFlashWorkerV2(DFlashWorkerBase):
         if batch.forward_mode.is_extend():
             result = self.prefill(batch)
             result.next_draft_input = next_input
+            self.note_launched()
             return result
 
         # The round before this one may still be running: it commits at most a block more.
+        states = self.states_of(batch)
         finish = self.launch_round(batch, ahead=self.width)
         launched = GenerationBatchResult(next_draft_input=next_input)
         launched.launched = batch  # whose tensors are read until the result is there
-        rest = partial(_launch_rest, launched, finish)
+        rest = partial(self._launch_rest, launched, finish, states)
         if late:
             launched.delay_sample_func = rest
             return launched
         return rest()
+
+    def _launch_rest(
+        self, launched: GenerationBatchResult, finish: Finish, states: RoundStates | None
+    ) -> GenerationBatchResult:
+        """What a round gives, filled in."""
+        result = finish()
+        if states is not None:
+            states.keep(result.accepted.lengths)
+        self.note_launched()
+        launched.logits_output = result.output or LogitsProcessorOutput(next_token_logits=None)
+        launched.next_token_ids = result.accepted.tokens.flatten()
+        launched.accept_lens = result.accepted.lengths
+        launched.expected = result.expected
+        return launched
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
         """Commits a round to its requests, now that its result is on the host; the tokens of each."""
@@ -99,16 +126,6 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def first_tokens(self, reqs: Sequence[Req], tokens: list[int]) -> list[int]:
         _landed(reqs)
         return super().first_tokens(reqs, tokens)
-
-
-def _launch_rest(launched: GenerationBatchResult, finish: Finish) -> GenerationBatchResult:
-    """What a round gives, filled in."""
-    result = finish()
-    launched.logits_output = result.output or LogitsProcessorOutput(next_token_logits=None)
-    launched.next_token_ids = result.accepted.tokens.flatten()
-    launched.accept_lens = result.accepted.lengths
-    launched.expected = result.expected
-    return launched
 
 
 def _landed(reqs: Iterable[Req]) -> None:
