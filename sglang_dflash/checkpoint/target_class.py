@@ -35,6 +35,8 @@ SUMS_LATER = {
     "OlmoeForCausalLM": True,
     "Qwen2_5_VLForConditionalGeneration": True,
     "Qwen3NextForCausalLM": True,
+    "Qwen3_5ForConditionalGeneration": True,
+    "Qwen3_5MoeForConditionalGeneration": True,
     "Qwen3VLForConditionalGeneration": True,
     "Qwen3VLMoeForConditionalGeneration": True,
     "StableLmForCausalLM": False,
@@ -48,10 +50,16 @@ WRAPPERS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 
 # Classes with linear attention of which it was tried that states are brought to the accepted token.
-LINEAR = ("Qwen3NextForCausalLM",)
+LINEAR = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 
 
 def has_linear_attention(target: ModelConfig) -> bool:

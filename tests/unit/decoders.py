@@ -35,6 +35,22 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
 GRANITE = dict(
     embedding_multiplier=3.0, residual_multiplier=0.7, attention_multiplier=0.2, logits_scaling=4.0
 )
+# Two layers of three attend linearly. All experts are taken, so that no rounding decides which.
+DELTA_NETS = dict(
+    full_attention_interval=3,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+SHARED_EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=4,
+    norm_topk_prob=True,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
     "Mistral": ("MistralConfig", WIDE),
@@ -68,6 +84,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         UNTIED | {"num_experts": 4, "num_experts_per_tok": 4, "num_key_value_heads": 6},
     ),
     "Granite MoE": ("GraniteMoeConfig", GRANITE | EXPERTS),
+    "Qwen3-Next": ("Qwen3NextConfig", UNTIED | DELTA_NETS | SHARED_EXPERTS),
 }
 
 

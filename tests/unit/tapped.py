@@ -7,9 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+)
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -18,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 from sglang.srt.models.registry import ModelRegistry
 
+from sglang_dflash.cpu.linear_attention import hybrid_backend
 from sglang_dflash.round.target import tap_target
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 from tests.unit.decoders import SIZES
@@ -28,6 +35,10 @@ class Target:
 
     def __init__(self, folder: Path, drafter: Path):
         config = ModelConfig(str(folder), enable_multimodal=True).hf_config
+        text = config.get_text_config()
+        is_linear = hasattr(type(text), "mamba2_cache_params")
+        if is_linear:
+            adjust_tp_num_heads_if_necessary(text, tp_size=1, is_post_update=True)
         model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
         self.model = model_class(config).eval()
         files = [str(file) for file in folder.glob("*.safetensors")]
@@ -40,16 +51,32 @@ class Target:
         tap_target(SimpleNamespace(server_args=args, model=self.model))
         attention = next(m for m in self.model.modules() if hasattr(m, "tp_k_head_num"))
         self.backend = TorchNativeAttnBackend(SimpleNamespace(device="cpu"))
-        self.pool = MHATokenToKVPool(
+        shape = dict(
             size=64,
             page_size=1,
             dtype=torch.float32,
             head_num=attention.tp_k_head_num,
             head_dim=attention.head_dim,
-            layer_num=SIZES["num_hidden_layers"],
             device="cpu",
             enable_memory_saver=False,
         )
+        if is_linear:
+            self.states = states_of(text)
+            runner = SimpleNamespace(
+                device="cpu",
+                model=self.model,
+                mambaish_config=text,
+                req_to_token_pool=self.states,
+            )
+            self.backend = hybrid_backend(runner, self.backend)
+            self.pool = HybridLinearKVPool(
+                full_attention_layer_ids=text.full_attention_layer_ids,
+                enable_kvcache_transpose=False,
+                mamba_pool=self.states.mamba_pool,
+                **shape,
+            )
+        else:
+            self.pool = MHATokenToKVPool(layer_num=SIZES["num_hidden_layers"], **shape)
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor, start: int, mode: ForwardMode, **more: Any):
@@ -71,6 +98,7 @@ class Target:
             extend_prefix_lens=torch.tensor([start]),
             extend_prefix_lens_cpu=[start],
             extend_seq_lens=torch.tensor([len(ids)]),
+            extend_start_loc=torch.tensor([0]),
             extend_seq_lens_cpu=[len(ids)],
             out_cache_loc=1 + positions,
             positions=positions,
@@ -81,4 +109,28 @@ class Target:
             capture_hidden_mode=CaptureHiddenMode.NULL,
             **more,
         )
+        self.backend.init_forward_metadata(batch)
         return self.model(ids, positions, batch)
+
+
+def states_of(config: Any) -> HybridReqToTokenPool:
+    """Slots for states of a few requests, and for those after each of eight rows; the first request has slot 1."""
+    params = Mamba2CacheParams(
+        shape=config.mamba2_cache_params.shape,
+        layers=config.linear_layer_ids,
+        dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32),
+    )
+    pool = HybridReqToTokenPool(
+        size=4,
+        mamba_size=16,
+        mamba_spec_state_size=4,
+        max_context_len=64,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=params,
+        mamba_layer_ids=config.linear_layer_ids,
+        enable_mamba_extra_buffer=True,
+        speculative_num_draft_tokens=8,
+    )
+    pool.req_index_to_mamba_index_mapping[:4] = torch.arange(1, 5)
+    return pool

@@ -154,6 +154,7 @@ def verified(target: Target, asked: Any, block: torch.Tensor, length: int, mrope
         spec_algorithm=None,
     )
     batch = round.forward_batch(runner, block, CaptureHiddenMode.FULL)
+    target.backend.init_forward_metadata(batch)
     rows = target.model(block, batch.positions, batch)
     assert torch.equal(round.positions, length + torch.arange(WIDTH))
     return rows

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
-from tests.unit.decoders import MASK, SIZES, WIDE, fill
+from tests.unit.decoders import DELTA_NETS, MASK, SHARED_EXPERTS, SIZES, WIDE, fill
 
 TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny" / "target"
 FIRST_SPECIAL = 768  # behind the tokens of the bundled pair
@@ -103,6 +103,24 @@ WRAPPERS = {
         sizes={"size": PIXELS, "patch_size": 16},
         text=INTERLEAVED | EXPERTS,
     ),
+    "Qwen3.5": Wrapper(
+        config="Qwen3_5Config",
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessorFast",
+        videos="Qwen3VLVideoProcessor",
+        tower=TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        sizes={"size": PIXELS, "patch_size": 16},
+        text=INTERLEAVED | DELTA_NETS,
+    ),
+    "Qwen3.5-MoE": Wrapper(
+        config="Qwen3_5MoeConfig",
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessorFast",
+        videos="Qwen3VLVideoProcessor",
+        tower=TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        sizes={"size": PIXELS, "patch_size": 16},
+        text=INTERLEAVED | DELTA_NETS | SHARED_EXPERTS,
+    ),
     "Gemma 3 (with pictures)": Wrapper(
         config="Gemma3Config",
         processor="Gemma3Processor",
@@ -153,7 +171,8 @@ def write_wrapper(folder: Path, name: str, embedding: float = 1.0) -> PreTrained
         embeddings[MASK] = 0
         model.get_output_embeddings().weight.copy_(embeddings)
     model.save_pretrained(folder)
-    _turn_experts(folder / "model.safetensors")
+    if "Qwen3-VL" in name:
+        _turn_experts(folder / "model.safetensors")
     _write_processor(folder, wrapper)
     return model
 
