@@ -1,0 +1,124 @@
+"""States of linear attention after rounds that reject drafts, beside those of steps and prompts of the same tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_dflash.cpu.linear_attention import delta_net
+from sglang_dflash.round.linear_states import LinearStates
+from sglang_dflash.round.state import RequestState
+from tests.unit.decoders import MASK, SIZES, write_target
+from tests.unit.drafters import TARGET, save_random, speculators_config, zlab_config
+from tests.unit.tapped import Target
+
+WIDTH, TOKENS, INTERVAL, TRACKED = 8, 60, 16, 9
+NOISE = 1e-5
+
+pytestmark = pytest.mark.usefixtures("one_rank", "eager")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, drafter = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")
+    write_target(target, "Qwen3-Next")
+    sizes = {name: SIZES[name] for name in TARGET}
+    raw = zlab_config(dflash_config={"mask_token_id": MASK, "target_layer_ids": [0, 2]}, **sizes)
+    return target, save_random(drafter, speculators_config(raw, "target"))
+
+
+def states_at(target: Target, slot: int) -> list[torch.Tensor]:
+    cache = target.states.mamba_pool.mamba_cache
+    return [cache.conv[0][:, slot].clone(), cache.temporal[:, slot].clone()]
+
+
+def assert_close(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(made, expected, strict=True):
+        assert (one - other).norm() < NOISE * other.norm()
+
+
+def prompted(folders: tuple[Path, Path], ids: torch.Tensor) -> Target:
+    target = Target(*folders)
+    target.run(ids, 0, ForwardMode.EXTEND)
+    return target
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds(folders: tuple[Path, Path], seed: int) -> None:
+    """Of blocks whose accepted part is the text and whose rest is not; and what the prefix cache gets on the way."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    ids = torch.randint(4, SIZES["vocab_size"], (TOKENS + WIDTH,))
+    target, at, row = prompted(folders, ids[:3]), 3, torch.tensor([0])
+    state = RequestState(4, "cpu")
+    req = SimpleNamespace(
+        mamba_ping_pong_track_buffer=torch.tensor([TRACKED, 10]), mamba_next_track_idx=0
+    )
+    states = LinearStates(target.states, state, INTERVAL)
+    tracked = 0
+    while at < TOKENS - WIDTH:
+        state.lengths[row], accepted = at, chance.randint(1, WIDTH)
+        round = states.of(row, [req])
+        block = ids[at : at + WIDTH].clone()
+        block[accepted:] = torch.randint(4, SIZES["vocab_size"], (WIDTH - accepted,))
+        before = states_at(target, 1)
+        target.run(block, at, ForwardMode.TARGET_VERIFY)
+        assert all(map(torch.equal, states_at(target, 1), before))
+        round.keep(torch.tensor([accepted]))
+        if (at + accepted) // INTERVAL != (at + 1) // INTERVAL:
+            tracked = (at + accepted) // INTERVAL * INTERVAL
+        at += accepted
+    assert_close(states_at(target, 1), states_at(prompted(folders, ids[:at]), 1))
+    assert tracked > 0
+    assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:tracked]), 1))
+
+
+def test_a_request_that_ends_inside_a_block(folders: tuple[Path, Path]) -> None:
+    """Of what the device accepted behind its end, the prefix cache gets nothing."""
+    ids = torch.randint(4, SIZES["vocab_size"], (INTERVAL + WIDTH,))
+    start = INTERVAL - 3
+    target, state, row = prompted(folders, ids[:start]), RequestState(4, "cpu"), torch.tensor([0])
+    state.lengths[row] = start
+    req = SimpleNamespace(
+        mamba_ping_pong_track_buffer=torch.tensor([TRACKED, 10]), mamba_next_track_idx=0
+    )
+    round = LinearStates(target.states, state, INTERVAL).of(row, [req])
+    target.run(ids[start : start + WIDTH], start, ForwardMode.TARGET_VERIFY)
+    before = states_at(target, TRACKED)
+    round.keep(torch.tensor([3]), tokens=torch.tensor([2]))
+    assert all(map(torch.equal, states_at(target, TRACKED), before))
+    assert_close(states_at(target, 1), states_at(prompted(folders, ids[:INTERVAL]), 1))
+    round.keep(torch.tensor([6]), tokens=torch.tensor([6]))
+    assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:INTERVAL]), 1))
+
+
+def test_states_of_a_lower_precision() -> None:
+    """A row reads what the pool would have of the row before it, so a block is what its steps are."""
+    torch.manual_seed(0)
+    layer = SimpleNamespace(
+        conv_weights=torch.randn(16, 4),
+        bias=None,
+        A_log=torch.randn(2),
+        dt_bias=torch.randn(2),
+        num_k_heads=1,
+        num_v_heads=2,
+        head_k_dim=4,
+        q_dim=4,
+        k_dim=4,
+        v_dim=8,
+    )
+    mixed, a, b = torch.randn(6, 16), torch.randn(6, 2), torch.randn(6, 2)
+    window, state = torch.zeros(16, 3), torch.zeros(2, 4, 4, dtype=torch.bfloat16)
+    whole, windows, states = delta_net(layer, mixed, a, b, window, state)
+    for row in range(6):
+        one = slice(row, row + 1)
+        made = delta_net(layer, mixed[one], a[one], b[one], window, state)
+        window, state = made[1][0], made[2][0].to(torch.bfloat16)
+        torch.testing.assert_close(made[0][0], whole[row])
+    torch.testing.assert_close(window, windows[-1])
+    torch.testing.assert_close(state.float(), states[-1])
