@@ -88,15 +88,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_target(folder: Path, name: str, embedding: float = 1.0) -> PreTrainedModel:
+def write_target(
+    folder: Path, name: str, embedding: float = 1.0, **sizes: int
+) -> PreTrainedModel:
     """Writes a checkpoint with random weights, and gives its model.
 
     Args:
         embedding: how large what the first layer reads is; the larger, the more often the last token is the likeliest
             again.
+        sizes: that differ from those of the others.
     """
     config_class, own = ARCHITECTURES[name]
-    config = getattr(transformers, config_class)(**(SIZES | own))
+    config = getattr(transformers, config_class)(**(SIZES | own | sizes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight_name, weight in model.named_parameters():
