@@ -102,12 +102,12 @@ def check_model(config: DraftConfig, target: ModelConfig, path: str, flag: str) 
             "know: use a multimodal target of docs/targets.md, as Qwen3-VL, or a text model."
         )
     check_target(config, target.hf_text_config, target.vocab_size)
-    check_class(model_class, path, flag)
     if has_linear_attention(target) and model_class.__name__ not in LINEAR:
         raise DFlashError(
             f"{flag} {path} runs as {model_class.__name__}, whose recurrent states DFLASH cannot bring back behind a "
             "rejected token: use a target of docs/targets.md, as Qwen3-Next."
         )
+    check_class(model_class, path, flag)
 
 
 def check_class(model_class: type[nn.Module], path: str, flag: str) -> None:

@@ -1,7 +1,7 @@
 """Linear attention of gated delta nets in plain PyTorch, for the CPU: of prompts, steps and blocks.
 
-The release's own is Triton's, or needs a CPU build of sgl_kernel that the registry does not have. Here a row is computed
-like any other, whatever it is part of, one after the other: slow, and the same in steps and in blocks.
+The release's own is Triton's, or needs a CPU build of sgl_kernel that the registry does not have. Here a row is
+computed like any other, whatever it is part of, one after the other: slow, and the same in steps and in blocks.
 """
 
 from __future__ import annotations

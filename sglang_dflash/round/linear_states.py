@@ -45,8 +45,8 @@ class LinearStates:
     def hand_on_in_order(self) -> None:
         """Makes a slot's next owner wait, on the device, for what was launched last.
 
-        An overlapped scheduler frees slots of a request that has finished while a round in vain still writes to them, and
-        clears them on another stream for the next owner.
+        An overlapped scheduler frees slots of a request that has finished while a round in vain still writes to them,
+        and clears them on another stream for the next owner. That stream also writes the row of `req_to_token` then.
         """
         if self._pool.req_to_token.device.type != "cuda":
             return
@@ -99,7 +99,7 @@ class RoundStates:
         self._write(self.tracked, last.masked_fill(~crossed, -1))
 
     def _write(self, slots: torch.Tensor, steps: torch.Tensor) -> None:
-        """States after each request's row `steps` ([bs] int64) go to `slots`; none of a request where it is negative."""
+        """States after each request's row `steps` ([bs] int64) go to `slots`; none where that is negative."""
         cache = self.cache
         pairs = [(cache.temporal, cache.intermediate_ssm)]
         pairs += zip(cache.conv, cache.intermediate_conv_window, strict=True)

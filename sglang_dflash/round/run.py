@@ -223,7 +223,10 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
         return RoundRunner(parts)
     if parts.target.runner.mambaish_config is not None:
-        logger.info("DFLASH runs without CUDA graphs, because its target has linear attention.")
+        logger.warning(
+            "DFLASH runs without CUDA graphs, because its target has linear attention: rounds verify all rows, and "
+            "prompts beside them have passes of their own."
+        )
         return RoundRunner(parts)
     from sglang_dflash.round.graphs import Attention, RoundGraphs, sizes_to_capture
     from sglang_dflash.round.prompt_graphs import PromptGraphs, sizes_of_prompts

@@ -80,7 +80,7 @@ class DFlashWorkerBase:
         server_args.dflash_attention = self.rounds.attention
         bound_requests(target_worker)
         self.linear_states = None
-        if target_worker.model_runner.mambaish_config is not None:
+        if self.has_linear_attention:
             pool = target_worker.model_runner.req_to_token_pool
             self.linear_states = LinearStates(
                 pool, self.parts.state, server_args.mamba_track_interval
@@ -109,12 +109,17 @@ class DFlashWorkerBase:
         args.dflash_costs = costs and costs.as_dict()
         if costs is not None:
             logger.info("DFLASH rounds take, in ms: %s", args.dflash_costs)
-        elif args.speculative_dflash_verify == AUTO:
+        elif args.speculative_dflash_verify == AUTO and not self.has_linear_attention:
             logger.info(
                 "DFLASH verifies all rows, because no passes of the target are captured in which requests have "
                 "different numbers of them: that takes CUDA graphs, and --piecewise-cuda-graph-max-tokens 64 or more."
             )
         return costs
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers of the target keep states instead of K/V."""
+        return self.target_worker.model_runner.mambaish_config is not None
 
     @property
     def model_runner(self) -> ModelRunner:

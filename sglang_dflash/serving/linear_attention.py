@@ -20,8 +20,6 @@ ROW_STATES_PART = 0.5
 # Requests that run at once unless the user says how many: the release's number for speculation.
 _REQUESTS = 48
 
-_CHUNK = 64  # rows of which the release's kernels give the states together
-
 
 def check_linear_attention(args: ServerArgs) -> None:
     """Refuses what would lose states or mix them up, before the release does so in several steps.
@@ -32,15 +30,19 @@ def check_linear_attention(args: ServerArgs) -> None:
     _check_prefix_cache(args)
     if args.enable_streaming_session:
         raise DFlashError(
-            f"--enable-streaming-session is not supported with DFLASH and {args.model_path}, of whose linear attention a "
-            "session keeps no states: leave it out."
+            f"--enable-streaming-session is not supported with DFLASH and {args.model_path}, of whose linear attention "
+            "a session keeps no states: leave it out."
         )
     if args.speculative_dflash_attention not in ("auto", "backend"):
         raise DFlashError(
             f"--speculative-dflash-attention {args.speculative_dflash_attention} is not supported with "
             f"{args.model_path}, whose rounds have linear attention and run without CUDA graphs: leave it out."
         )
-    for field in ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend"):
+    for field in (
+        "linear_attn_backend",
+        "linear_attn_decode_backend",
+        "linear_attn_prefill_backend",
+    ):
         if (value := getattr(args, field)) not in (None, "triton"):
             raise DFlashError(
                 f"--{field.replace('_', '-')} {value} is not supported with DFLASH, which needs the states after each "
@@ -80,10 +82,12 @@ def _check_prefix_cache(args: ServerArgs) -> None:
             f"--mamba-track-interval {interval} does not go with blocks of {width} tokens and pages of {page}: give a "
             f"multiple of {page} that is at least {least}."
         )
-    if max(_CHUNK, page) % min(_CHUNK, page):
+    from sglang.srt.layers.attention.fla.chunk_delta_h import CHUNK_SIZE
+
+    if max(CHUNK_SIZE, page) % min(CHUNK_SIZE, page):
         raise DFlashError(
-            f"--page-size {page} does not go with {strategy}, which keeps states after chunks of {_CHUNK} tokens: give "
-            f"a page size that divides {_CHUNK}, or a multiple of it."
+            f"--page-size {page} does not go with {strategy}, which keeps states after chunks of {CHUNK_SIZE} tokens: "
+            f"give a page size that divides {CHUNK_SIZE}, or a multiple of it."
         )
 
 

@@ -88,9 +88,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_target(
-    folder: Path, name: str, embedding: float = 1.0, **sizes: int
-) -> PreTrainedModel:
+def write_target(folder: Path, name: str, embedding: float = 1.0, **sizes: int) -> PreTrainedModel:
     """Writes a checkpoint with random weights, and gives its model.
 
     Args:

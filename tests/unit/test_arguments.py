@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from sglang.srt.server_args import ServerArgs
+from transformers import Qwen3NextConfig
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.linear_attention import check_linear_attention
+from tests.unit.decoders import DELTA_NETS, SIZES, write_drafter
 from tests.unit.drafters import save, speculators_config
 
 PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny"
@@ -142,6 +145,83 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
 )
 def test_unsupported(changes: dict[str, Any], named: str) -> None:
     assert named in refusal(**changes)
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Arguments of a target with linear attention, whose weights nobody asks for yet."""
+    target, drafter = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")
+    config = Qwen3NextConfig(**SIZES | DELTA_NETS, architectures=["Qwen3NextForCausalLM"])
+    config.save_pretrained(target)
+    pair = {"model_path": str(target), "speculative_draft_model_path": str(write_drafter(drafter))}
+    return pair | {"max_mamba_cache_size": 8}
+
+
+BUFFERED = {"mamba_scheduler_strategy": "extra_buffer"}
+
+
+def overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "1")
+    monkeypatch.setenv("SGLANG_ENABLE_DFLASH_SPEC_V2", "1")
+
+
+def test_linear_attention(linear: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the release would refuse with DFLASH as with any speculation, or run wrongly."""
+    for changes in ({}, {"disable_radix_cache": True}, BUFFERED):
+        assert arguments(**linear | changes).disable_overlap_schedule
+    overlap(monkeypatch)
+    for changes in ({"disable_radix_cache": True}, BUFFERED | {"mamba_track_interval": 16}):
+        assert not arguments(**linear | changes).disable_overlap_schedule
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "changes", "named"),
+    [
+        (True, {}, "--mamba-scheduler-strategy no_buffer, the default, has no states"),
+        (False, {"page_size": 16}, "--page-size 16 is not supported with --mamba-scheduler"),
+        (
+            False,
+            BUFFERED | {"disable_radix_cache": True},
+            "--mamba-scheduler-strategy extra_buffer keeps states for a prefix cache",
+        ),
+        (False, BUFFERED | {"mamba_track_interval": 7}, "--mamba-track-interval 7 does not go"),
+        (True, BUFFERED | {"mamba_track_interval": 15}, "--mamba-track-interval 15 does not go"),
+        (
+            True,
+            BUFFERED | {"mamba_track_interval": 40, "page_size": 16},
+            "--mamba-track-interval 40 does not go with blocks of 8 tokens and pages of 16",
+        ),
+        (
+            True,
+            BUFFERED | {"mamba_track_interval": 480, "page_size": 48},
+            "--page-size 48 does not go with --mamba-scheduler-strategy extra_buffer",
+        ),
+        (False, {"enable_streaming_session": True}, "--enable-streaming-session is not supported"),
+        (
+            False,
+            {"linear_attn_backend": "flashinfer"},
+            "--linear-attn-backend flashinfer is not supported with DFLASH",
+        ),
+    ],
+)
+def test_linear_attention_refused(
+    linear: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    overlaps: bool,
+    changes: dict[str, Any],
+    named: str,
+) -> None:
+    if overlaps:
+        overlap(monkeypatch)
+    assert named in refusal(**linear | changes)
+
+
+def test_linear_attention_in_graphs(linear: dict) -> None:
+    """On a CPU the flag alone is refused."""
+    args = arguments(**linear)
+    args.speculative_dflash_attention = "triton"
+    with pytest.raises(DFlashError, match="--speculative-dflash-attention triton .* without CUDA"):
+        check_linear_attention(args)
 
 
 def test_help_names_the_flags() -> None:

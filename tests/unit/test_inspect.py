@@ -92,6 +92,12 @@ def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture
             "runs as Llama4ForConditionalGeneration, which wraps",
         ),
         ("gemma3_text", "Gemma3ForCausalLM", None),
+        ("qwen3_next", "Qwen3NextForCausalLM", None),
+        (
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            "runs as FalconH1ForCausalLM, whose recurrent states DFLASH cannot bring back",
+        ),
     ],
 )
 def test_what_the_server_says_of_the_targets_class(

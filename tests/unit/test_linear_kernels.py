@@ -68,9 +68,7 @@ def test_blocks() -> None:
         b=b,
         initial_state_source=ssm,
         initial_state_indices=slots,
-        cu_seqlens=torch.arange(
-            0, (REQUESTS + 1) * WIDTH, WIDTH, dtype=torch.int32, device=DEVICE
-        ),
+        cu_seqlens=torch.arange(0, (REQUESTS + 1) * WIDTH, WIDTH, dtype=torch.int32, device=DEVICE),
         use_qk_l2norm_in_kernel=True,
         softplus_beta=1.0,
         softplus_threshold=20.0,

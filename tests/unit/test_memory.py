@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+from sglang.srt.mem_cache.memory_pool import MambaPool
 
 from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.pass_sizes import row_sizes
-from sglang_dflash.serving.memory import draft_memory, model_bytes, pool_bytes, round_buffers
+from sglang_dflash.serving.linear_attention import ROW_STATES_PART, bound_by_row_states
+from sglang_dflash.serving.memory import (
+    GIB,
+    draft_memory,
+    model_bytes,
+    pool_bytes,
+    round_buffers,
+)
+from tests.unit.decoders import DELTA_NETS
 from tests.unit.drafters import CONTEXT, DraftRunner, TargetStub, save_random, zlab_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,6 +45,33 @@ def test_one_rank(one_rank: None, tmp_path: Path, changes: dict[str, Any]) -> No
     assert planned.weights == pytest.approx(model_bytes(runner.model), rel=0.01)
     pool = runner.token_to_kv_pool
     assert planned.kv * (pool.size + pool.page_size) == pool_bytes(pool)
+
+
+def test_states_after_rows(one_rank: None) -> None:
+    """As many requests may run as the release has room for, and not one more."""
+    params = Qwen3NextConfig(**DELTA_NETS, num_hidden_layers=6).mamba2_cache_params
+    rest = 400.5 * 8 * params.mamba_cache_per_req
+    args = SimpleNamespace(speculative_num_draft_tokens=8, max_running_requests=1000)
+    config = SimpleNamespace(mamba2_cache_params=params)
+    runner = SimpleNamespace(server_args=args, mambaish_config=config)
+    bound_by_row_states(runner, rest / GIB)
+    pool = MambaPool(
+        size=2,
+        spec_state_size=args.max_running_requests,
+        cache_params=params,
+        mamba_layer_ids=params.layers,
+        device="cpu",
+        speculative_num_draft_tokens=8,
+    )
+    after_rows = [pool.mamba_cache.intermediate_ssm, *pool.mamba_cache.intermediate_conv_window]
+    taken, budget = sum(tensor.nbytes for tensor in after_rows), rest * ROW_STATES_PART
+    assert taken <= budget < taken + 8 * params.mamba_cache_per_req
+    for asked, may in ((7, 7), (None, 48)):
+        args.max_running_requests = asked
+        bound_by_row_states(runner, rest / GIB)
+        assert args.max_running_requests == may
+    with pytest.raises(DFlashError, match="--speculative-dflash-block-size 8 needs"):
+        bound_by_row_states(runner, 3 * 8 * params.mamba_cache_per_req / GIB)
 
 
 def test_ranks_share(tmp_path: Path) -> None:
