@@ -81,7 +81,7 @@ def of_linear(name: str, worker: str | None = None) -> tuple[tuple[str, ...], di
 @pytest.mark.parametrize("name", [*FIRST, *OTHERS])
 def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
     """Alone and all at once, with a drafter that is often right, whatever way a server runs."""
-    write_target(tmp_path, name, embedding=0.4)
+    write_target(tmp_path, name, embedding=0.5 if name in LINEAR else 0.4)
     arguments = ("--model-path", str(tmp_path), "--skip-tokenizer-init")
     log = name.replace(" ", "-")
     more, variables = of_linear(name)
@@ -177,8 +177,9 @@ def test_pictures(name: str, tmp_path: Path, logs: Path) -> None:
                 assert [answer for answer, _ in answers] == expected
                 told = [meta for _, meta in answers if meta]
                 assert sum(meta["spec_accept_length"] > 1 for meta in told) >= 2
-            # Of states that are buffered, the prefix cache has those after 64 tokens of a prompt, or none.
-            assert min(meta["cached_tokens"] for meta in told) > 0 or BUFFERED[0] in states
+            # Of states, the prefix cache has those where prompts end, or buffered ones after 64 tokens.
+            cached = [meta["cached_tokens"] for meta in told]
+            assert (max if name in LINEAR else min)(cached) > 0 or BUFFERED[0] in states
             check_refused_pictures(server, asked[0][1])
             server.check_idle()
         OUTCOMES.setdefault(name, {})[worker] = "equal"
