@@ -122,15 +122,19 @@ def test_prefixes_behind_rejections(server: Server, longer) -> None:
 
 
 def test_ends_inside_blocks(server: Server, longer) -> None:
-    """What an end leaves to the prefix cache is the request's own, not that of drafts behind its end."""
+    """An end leaves the prefix cache the request's own states, not those behind drafts that were accepted beyond it."""
+    whole = 0
     for ids, answer in longer[: len(PROMPTS)]:
-        for last in (31, 33, 48):
-            stop = {"stop_token_ids": [answer[last]], "max_new_tokens": 60}
-            ended = server.generate(ids, **stop)["output_ids"]
-            assert ended == answer[: answer.index(answer[last]) + 1]
-        later = ids + answer[:50]
-        told = server.generate(later, **TOKENS | {"max_new_tokens": 10})
-        assert told["output_ids"] == answer[50:]
+        # Where a token repeats, rounds accept drafts.
+        ends = [n for n in range(4, 50) if len(set(answer[n - 2 : n + 2])) == 1][:4]
+        for n in ends:
+            ended = server.generate(ids, **TOKENS | {"max_new_tokens": n})
+            assert ended["output_ids"] == answer[:n]
+            later = server.generate(ids + answer[: n + 1], **TOKENS | {"max_new_tokens": 9 - n % 3})
+            assert later["output_ids"] == answer[n + 1 :][: 9 - n % 3]
+            # Its last token, too, as a draft that was accepted.
+            whole += later["meta_info"]["cached_tokens"] == len(ids) + n
+    assert whole > 0 or server.worker == "v2"  # which has states of some positions only
     server.check_idle()
 
 
