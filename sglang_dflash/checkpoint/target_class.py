@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 # Classes that have no method to capture hidden states, and whether what their decoder layers return is still to be
 # summed. Some return a residual that is in the hidden states already: no signature tells, so each class is listed
 # when a test has compared its taps with those of transformers. Qwen2.5-VL's has the method, but that keeps no
-# embeddings of pictures, and to those that the batch has later layers add in place on a GPU. Qwen3-Next's cannot keep
-# the output of the last layer.
+# embeddings of pictures, and to those that the batch has later layers add in place on a GPU.
 SUMS_LATER = {
     "ArceeForCausalLM": True,
     "Cohere2ForCausalLM": False,
@@ -34,7 +33,6 @@ SUMS_LATER = {
     "OlmoForCausalLM": False,
     "OlmoeForCausalLM": True,
     "Qwen2_5_VLForConditionalGeneration": True,
-    "Qwen3NextForCausalLM": True,
     "Qwen3_5ForConditionalGeneration": True,
     "Qwen3_5MoeForConditionalGeneration": True,
     "Qwen3VLForConditionalGeneration": True,
