@@ -29,7 +29,10 @@ pytestmark = pytest.mark.skipif(
 # What the prefix cache has of states: a finished request's own, or of every 16th token and the 64th of a prompt.
 STRATEGIES = {
     "v1": ("--mamba-scheduler-strategy", "no_buffer"),
-    "v2": ("--mamba-scheduler-strategy", "extra_buffer", "--mamba-track-interval", "16"),
+    "v2": (
+        *("--mamba-scheduler-strategy", "extra_buffer", "--mamba-track-interval", "16"),
+        *("--page-size", "16"),
+    ),
 }
 UNCACHED = ("--disable-radix-cache", "--max-mamba-cache-size", "8")
 STATES = ("--max-mamba-cache-size", "96")
