@@ -12,7 +12,7 @@ from sglang_dflash.checkpoint.formats.weights import check_weights
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.target_class import check_model, has_linear_attention
 from sglang_dflash.errors import DFlashError, end_with_the_sentence
-from sglang_dflash.serving.linear_attention import check_linear_attention
+from sglang_dflash.serving.linear_attention import check_linear_attention, choose_strategy
 from sglang_dflash.serving.places import check_places
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     args.speculative_eagle_topk = 1
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
-    if has_linear_attention(args.get_model_config()):
+    linear = has_linear_attention(args.get_model_config())
+    choose_strategy(args, linear)
+    if linear:
         check_linear_attention(args)
 
 

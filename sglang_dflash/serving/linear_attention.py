@@ -21,6 +21,23 @@ ROW_STATES_PART = 0.5
 _REQUESTS = 48
 
 
+def choose_strategy(args: ServerArgs, linear: bool) -> None:
+    """What `--mamba-scheduler-strategy auto`, the default, means.
+
+    Args:
+        linear: whether the target has linear attention.
+    """
+    if args.mamba_scheduler_strategy != "auto":
+        return
+    ends_alone = args.disable_overlap_schedule and (args.page_size or 1) == 1
+    buffered = linear and not args.disable_radix_cache and not ends_alone
+    args.mamba_scheduler_strategy = "extra_buffer" if buffered else "no_buffer"
+    if buffered:
+        logger.info(
+            "DFLASH keeps states for the prefix cache with --mamba-scheduler-strategy extra_buffer."
+        )
+
+
 def check_linear_attention(args: ServerArgs) -> None:
     """Refuses what would lose states or mix them up, before the release does so in several steps.
 
@@ -65,7 +82,7 @@ def _check_prefix_cache(args: ServerArgs) -> None:
         return
     if not buffered and overlaps:
         raise DFlashError(
-            f"{strategy}, the default, has no states for the prefix cache while rounds overlap: add "
+            f"{strategy} has no states for the prefix cache while rounds overlap: add "
             "--mamba-scheduler-strategy extra_buffer, or --disable-radix-cache."
         )
     if not buffered and page > 1:

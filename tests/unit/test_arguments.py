@@ -157,7 +157,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return pair | {"max_mamba_cache_size": 8}
 
 
-BUFFERED = {"mamba_scheduler_strategy": "extra_buffer"}
+BUFFERED, UNBUFFERED = ({"mamba_scheduler_strategy": f"{n}_buffer"} for n in ("extra", "no"))
 
 
 def overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +175,37 @@ def test_linear_attention(linear: dict, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
+    ("overlaps", "changes", "strategy"),
+    [
+        (False, {}, "no_buffer"),
+        (True, {}, "extra_buffer"),
+        (False, {"page_size": 16}, "extra_buffer"),
+        (True, {"disable_radix_cache": True}, "no_buffer"),
+        (False, BUFFERED, "extra_buffer"),
+    ],
+)
+def test_strategy(
+    linear: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    overlaps: bool,
+    changes: dict[str, Any],
+    strategy: str,
+) -> None:
+    """What keeps states for the prefix cache, unless the user says."""
+    if overlaps:
+        overlap(monkeypatch)
+    assert arguments(**linear | changes).mamba_scheduler_strategy == strategy
+
+
+@pytest.mark.parametrize(
     ("overlaps", "changes", "named"),
     [
-        (True, {}, "--mamba-scheduler-strategy no_buffer, the default, has no states"),
-        (False, {"page_size": 16}, "--page-size 16 is not supported with --mamba-scheduler"),
+        (True, UNBUFFERED, "--mamba-scheduler-strategy no_buffer has no states"),
+        (
+            False,
+            UNBUFFERED | {"page_size": 16},
+            "--page-size 16 is not supported with --mamba-scheduler",
+        ),
         (
             False,
             BUFFERED | {"disable_radix_cache": True},
