@@ -20,13 +20,16 @@ from sglang_dflash.errors import DFlashError
 FLAG = "--speculative-draft-model-path"
 
 
-def resolve(path: str, revision: str | None = None, flag: str = FLAG) -> Path:
+def resolve(
+    path: str, revision: str | None = None, flag: str = FLAG, what: str = "DFlash checkpoint"
+) -> Path:
     """The local folder of a checkpoint given as a folder or as a Hugging Face repository id.
 
     Only JSON and safetensors are downloaded: no code.
 
     Args:
         flag: what the user gave it with, for the sentence.
+        what: it should be.
 
     Raises:
         DFlashError: the folder does not exist and no hub has such a repository.
@@ -35,7 +38,7 @@ def resolve(path: str, revision: str | None = None, flag: str = FLAG) -> Path:
         return Path(path)
     if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise DFlashError(
-            f"{flag} {path} is not a folder: give the folder of a DFlash checkpoint, or its Hugging Face repository id."
+            f"{flag} {path} is not a folder: give the folder of a {what}, or its Hugging Face repository id."
         )
     from huggingface_hub import snapshot_download
 

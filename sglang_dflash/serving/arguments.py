@@ -12,6 +12,7 @@ from sglang_dflash.checkpoint.formats.weights import check_weights
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.target_class import check_model, has_linear_attention
 from sglang_dflash.errors import DFlashError, end_with_the_sentence
+from sglang_dflash.serving.adapters import check_lora_arguments
 from sglang_dflash.serving.linear_attention import check_linear_attention, choose_strategy
 from sglang_dflash.serving.places import check_places
 
@@ -25,8 +26,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pp_size", (1,), "a drafter needs hidden states of all stages"),
     ("enable_dp_attention", (False,), "batches are not synchronised between data-parallel ranks"),
     ("attn_cp_size", (1,), "a block is not split over ranks"),
-    ("enable_lora", (False, None), "a drafter is trained for the base model"),
-    ("lora_paths", (None, [], {}), "a drafter is trained for the base model"),
     ("disaggregation_mode", ("null",), "draft KV is not transferred"),
     ("enable_hierarchical_cache", (False,), "draft KV is not offloaded"),
     (
@@ -95,6 +94,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
 
     args.speculative_num_draft_tokens = block_size(args, config)
     _check_draft_window(args)
+    check_lora_arguments(args)
     _check_prompt_slowdown(args)
     _check_verify(args)
     args.speculative_eagle_topk = 1

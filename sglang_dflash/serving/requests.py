@@ -12,6 +12,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.adapters import check_adapter_of_request
 from sglang_dflash.serving.by_prompt import fit_to_prompts
 from sglang_dflash.serving.declared import short
 from sglang_dflash.serving.metrics import refusing
@@ -31,7 +32,6 @@ _WITHOUT = "leave it out, or start the server without --speculative-algorithm DF
 # Request field, the values that ask for nothing.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (None, False),
-    "lora_path": (None, ""),
     "video_data": (None, []),
     "audio_data": (None, []),
 }
@@ -107,6 +107,7 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
         with refusing("unsupported"):
             check_request(request, sampling, manager.server_args.enable_deterministic_inference)
             check_pictures(request, sampling, manager.model_config.is_multimodal)
+            check_adapter_of_request(request, manager)
 
 
 def check_labels(labels: dict[str, str] | None, server_args: Any) -> None:

@@ -20,6 +20,9 @@ from tests.unit.drafters import save, speculators_config
 PAIR = Path(__file__).parents[2] / "checkpoints" / "tiny"
 
 
+ADAPTABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
+
+
 def arguments(**changes: Any) -> ServerArgs:
     given: dict[str, Any] = {
         "model_path": str(PAIR / "target"),
@@ -37,6 +40,13 @@ def refusal(**changes: Any) -> str:
     text = str(caught.value)
     assert text.endswith(".") and "\n" not in text and re.search(r": \w", text), text
     return text
+
+
+def test_adapters() -> None:
+    """The default backend, which needs a GPU, gives way on a CPU; without LoRA nothing is looked at."""
+    assert arguments(**ADAPTABLE).lora_backend == "torch_native"
+    off = arguments(enable_lora=False, lora_paths=["a=/nowhere"])
+    assert off.lora_backend == arguments().lora_backend == "csgmv"
 
 
 def test_defaults() -> None:
@@ -108,8 +118,15 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
     [
         ({"pp_size": 2}, "--pp-size 2"),
         ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
-        ({"enable_lora": True}, "--enable-lora is not supported with DFLASH"),
-        ({"lora_paths": ["a=b"]}, "--lora-paths ['a=b'] is not supported with DFLASH"),
+        ({"enable_lora": True}, "--enable-lora needs --lora-paths, or --max-lora-rank"),
+        ({"lora_paths": ["a=/b"]}, "LoRA adapter a /b is not a folder"),
+        (
+            ADAPTABLE | {"enable_lora_overlap_loading": True},
+            "--enable-lora-overlap-loading is not supported with DFLASH",
+        ),
+        (ADAPTABLE | {"lora_backend": "triton"}, "--lora-backend triton needs a GPU"),
+        (ADAPTABLE | {"max_loaded_loras": 2}, "--max-loaded-loras 2 is less than --max-loras-per"),
+        (ADAPTABLE | {"max_loras_per_batch": 0}, "--max-loras-per-batch 0 is below 1"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
         (
             {"enable_hierarchical_cache": True},

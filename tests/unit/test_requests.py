@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.adapters import check_adapter_of_request
 from sglang_dflash.serving.requests import check_pictures, check_request
 
 
@@ -27,7 +29,7 @@ def check(sampling: dict[str, Any], deterministic: bool = False, **fields: Any) 
         ({"logit_bias": {"5": 1.0}, "json_schema": "{}"}, {"return_logprob": True}),
         ({}, {"return_hidden_states": True, "custom_logit_processor": "x"}),
         ({}, {"input_embeds": [[0.5]], "session_params": {"id": "s"}}),
-        ({}, {"image_data": [], "lora_path": None, "return_routed_experts": False}),
+        ({}, {"image_data": [], "return_routed_experts": False}),
     ],
 )
 def test_admitted(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -37,7 +39,6 @@ def test_admitted(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"lora_path": "a"}, "lora_path 'a'"),
         ({"video_data": ["v" * 90]}, "video_data ['" + "v" * 58 + "…"),
         ({"return_routed_experts": True}, "return_routed_experts True"),
     ],
@@ -48,6 +49,27 @@ def test_refused(fields: dict[str, Any], named: str) -> None:
     text = str(caught.value)
     assert text.startswith(f"{named} is not supported with DFLASH")
     assert text.endswith(".") and "\n" not in text and ": " in text
+
+
+def test_adapters() -> None:
+    """None and an empty name ask for none; a name must be that of a loaded one."""
+
+    def asked(enabled: bool, **fields: Any) -> None:
+        args = SimpleNamespace(enable_lora=enabled)
+        manager = SimpleNamespace(server_args=args, lora_ref_cache={"b": 1, "a": 2})
+        check_adapter_of_request(GenerateReqInput(text="x", **fields), manager)
+
+    for path in (None, ""):
+        asked(False, lora_path=path)
+    asked(True, lora_path="a")
+    with pytest.raises(
+        DFlashError, match="^lora_path 'a' is not supported with DFLASH on a server"
+    ):
+        asked(False, lora_path="a")
+    with pytest.raises(DFlashError, match="^lora_path 'c' is not .* .there is a, b.: load it"):
+        asked(True, lora_path="c")
+    with pytest.raises(DFlashError, match="^lora_path 'a' is not supported in a session"):
+        asked(True, lora_path="a", session_params={"id": "s"})
 
 
 def test_min_p_with_a_seed() -> None:
