@@ -68,6 +68,7 @@ def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArg
     args.kv_cache_dtype = "auto"
     args.speculative_draft_model_quantization = None
     args.trust_remote_code = False
+    args.enable_lora, args.lora_paths = False, None  # adapters are the target's
     args.skip_tokenizer_init = True
     args.attention_backend = (
         server_args.speculative_draft_attention_backend or server_args.attention_backend

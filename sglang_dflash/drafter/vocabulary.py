@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import nn
 
 from sglang_dflash.errors import DFlashError
@@ -30,8 +31,8 @@ class BorrowedVocabulary:
             scale: of plain decoding's logits, which it rounds to the same number more often than without.
         """
         self._fp32, self._logit_scale = fp32, scale
-        self.embedding = embedding_of(target) if embedding is None else embedding
-        head = head_of(target) if head is None else head
+        self.embedding = base_of(embedding_of(target) if embedding is None else embedding)
+        head = base_of(head_of(target) if head is None else head)
         if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
             raise DFlashError(
                 f"The target {type(target).__name__} has no LM head that a DFlash drafter can share: use a target "
@@ -104,6 +105,11 @@ class BorrowedVocabulary:
         others = values.scatter(0, best, seconds.gather(0, best))
         token = ids.gather(0, best).squeeze(0).to(torch.int64)
         return token, (top - others.amax(dim=0)).float()
+
+
+def base_of(module: nn.Module | None) -> nn.Module | None:
+    """A module without the LoRA adapters that the release has put around it."""
+    return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
 
 
 def head_of(target: nn.Module) -> nn.Module | None:

@@ -9,9 +9,12 @@ from sglang.srt.layers.sampler import Sampler
 from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
 from sglang_dflash.drawing.not_finite import mark
 from sglang_dflash.drawing.ranks import agreed
-from sglang_dflash.drawing.sampling import Sampling, rows_of
+from sglang_dflash.drawing.sampling import ROWS_AT_ONCE, Sampling, rows_of
+from sglang_dflash.gpu.kernels.argmax import row_max
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.target import TargetRows
+
+_ALL = slice(None)
 
 
 def likeliest(vocabulary: BorrowedVocabulary, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -22,6 +25,20 @@ def likeliest(vocabulary: BorrowedVocabulary, hidden_states: torch.Tensor) -> to
     """
     logits, tokens = vocabulary.likeliest(hidden_states)
     return mark(tokens, logits)
+
+
+def likeliest_of(
+    vocabulary: BorrowedVocabulary, rows: TargetRows, at: slice | torch.Tensor = _ALL
+) -> torch.Tensor:
+    """`likeliest` after some of a pass's rows, whose requests may have adapters on the head."""
+    if rows.adapted is None:
+        return likeliest(vocabulary, rows.hidden_states[at])
+    wanted = torch.arange(len(rows.hidden_states), device=rows.hidden_states.device)[at]
+    found = []
+    for part in wanted.split(ROWS_AT_ONCE):
+        logits, tokens = row_max(rows.logits(part).next_token_logits)
+        found.append(mark(tokens, logits))
+    return torch.cat(found)
 
 
 def choose(
@@ -47,7 +64,7 @@ def choose(
     """
     bs, width = draft_tokens.shape[0], draft_tokens.shape[1] + 1
     if sampling is None:
-        tokens = likeliest(vocabulary, rows.hidden_states)
+        tokens = likeliest_of(vocabulary, rows)
         return tokens.view(bs, width) if ragged is None else ragged.spread(tokens), None
     if ragged is not None and sampling.alike:
         at, owners = positions[ragged.source], ragged.source // width
@@ -66,5 +83,5 @@ def choose(
     tokens = draft_tokens.new_empty(bs * width)
     tokens[rows_of(sampling.drawing, width, tokens.device)] = drawn.flatten()
     at = rows_of(others, width, tokens.device)
-    tokens[at] = likeliest(vocabulary, rows.hidden_states[at])
+    tokens[at] = likeliest_of(vocabulary, rows, at)
     return tokens.view(bs, width), output

@@ -12,6 +12,7 @@ from sglang_dflash.checkpoint.target_class import language_model
 from sglang_dflash.drafter.load import load_draft_model
 from sglang_dflash.drafter.vocabulary import BorrowedVocabulary
 from sglang_dflash.drawing.penalties import Penalties
+from sglang_dflash.round.adapters import Adapters
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow, WindowedModel
 from sglang_dflash.round.startup_check import check_draft_model
@@ -31,6 +32,7 @@ class Parts:
         vocabulary: the target's, for its likeliest tokens.
         window: what the draft model sees of long contexts; None for all.
         req_to_token: [rows, columns] int32, the slots of each request.
+        adapters: LoRA adapters of the target; None if the server has none.
         max_requests: how many run at once.
         context_len: how many positions a request can have.
     """
@@ -42,6 +44,7 @@ class Parts:
     vocabulary: BorrowedVocabulary
     window: DraftWindow | None
     req_to_token: torch.Tensor
+    adapters: Adapters | None
     max_requests: int
     context_len: int
 
@@ -80,6 +83,7 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
         vocabulary=vocabulary,
         window=window,
         req_to_token=pool.req_to_token,
+        adapters=Adapters(target.runner) if server_args.enable_lora else None,
         max_requests=target_worker.max_running_requests,
         context_len=target_worker.model_config.context_len,
     )

@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
+from sglang_dflash.round.adapters import has_adapters
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
 from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
@@ -111,11 +112,12 @@ class PromptGraphs:
         return _verified(blocks, replace(rows, hidden_states=self._hidden[: blocks.rows]))
 
     def computes(self, batch: ForwardBatch | ModelWorkerBatch) -> bool:
-        """Whether what prompts ask for is plain causal attention over tokens, not pictures."""
+        """Whether what prompts ask for is plain causal attention over tokens, not pictures, of the target alone."""
         # Items of a request that is scored do not see each other.
         scored = self.runner.server_args.multi_item_scoring_delimiter and batch.is_prefill_only
         return (
             not scored
+            and not has_adapters(batch.lora_ids)
             and batch.input_embeds is None
             and not _has_pictures(batch)
             and not batch.return_hidden_states_before_norm

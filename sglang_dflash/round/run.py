@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
+from sglang_dflash.round.adapters import Ids, has_adapters
 from sglang_dflash.round.costs import Costs, remembered
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Why a round was not replayed from a graph, though graphs are captured.
-NO_GRAPH = "no_graph"
+NO_GRAPH, ADAPTERS = "no_graph", "adapters"
 
 # Rounds verify as many rows as pay, not all that they draft (`--speculative-dflash-verify`).
 AUTO = "auto"
@@ -120,6 +122,7 @@ class RoundRunner:
         sampling: Sampling | None = None,
         cut: bool = True,
         total: int | None = None,
+        adapters: Ids | None = None,
     ) -> Finish:
         """Launches one round over the requests at `rows` ([bs] int64), as far as the target's pass.
 
@@ -128,18 +131,24 @@ class RoundRunner:
             sampling: how to draw; None for the likeliest tokens.
             cut: whether a row may have no slot.
             total: how many rows of all blocks are verified; None for all.
+            adapters: of each request; if one has any, the round runs kernel by kernel, with all rows.
 
         Returns:
             Launches the rest; to be called before the next round. Draws may need tokens that are known only then.
         """
         parts, graphs = self.parts, self.graphs
-        if graphs is None or (key := graphs.key(start_bounds, width)) is None:
+        adapted = has_adapters(adapters)
+        if adapted or graphs is None or (key := graphs.key(start_bounds, width)) is None:
             round = Round.open(
                 parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
             )
-            blocks = run_models(parts, round, parts.draft, parts.target)
-            fell_back = None if graphs is None else NO_GRAPH
-            return lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
+            target = parts.target if adapters is None else parts.adapters.model(adapters)
+            blocks = run_models(parts, round, parts.draft, target)
+            fell_back = None if graphs is None else ADAPTERS if adapted else NO_GRAPH
+            if blocks.target.adapted is None:
+                return lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
+            parts.adapters.hold(adapters)
+            return partial(self._accept_adapted, blocks, sampling, fell_back)
         proposed = graphs.propose(key, rows, sampling)
         sampling = sampling and sampling.after(proposed.draft_tokens)
         if total is None:
@@ -153,7 +162,10 @@ class RoundRunner:
     def holds_prompts(
         self, start_bounds: torch.Tensor, width: int, rows: int, prompts: ModelWorkerBatch
     ) -> bool:
-        """Whether so many rows of a round's blocks and prompts beside them are one pass of the target."""
+        """Whether so many rows of a round's blocks and prompts beside them are one pass of the target.
+
+        Of requests without adapters; of the prompts it is looked at.
+        """
         requests, both = len(start_bounds), self.prompt_graphs
         return (
             both is not None
@@ -181,6 +193,14 @@ class RoundRunner:
         self.prompt_graphs.board(_drafted(proposed, start_bounds, total))
         result = prefill()
         return partial(self._accept, proposed, self.prompt_graphs.leave(), sampling), result
+
+    def _accept_adapted(
+        self, blocks: Blocks, sampling: Sampling | None, fell_back: str | None
+    ) -> RoundResult:
+        try:
+            return RoundResult(*accept_blocks(self.parts, blocks, sampling), fell_back)
+        finally:
+            self.parts.adapters.let_go()
 
     def _accept(self, proposed: Proposed, blocks: Blocks, sampling: Sampling | None) -> RoundResult:
         """The result of a round, of which the next ones have learned what drafts are worth."""
@@ -248,8 +268,9 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
         widths = [1, *widths]
     parts.draft.runner.model.tells_margins = survival is not None
-    rounds = RoundGraphs(parts, attention, sizes, widths, survival)
-    prompts = PromptGraphs(parts, rounds, passes) if passes else None
+    with nullcontext() if parts.adapters is None else parts.adapters.taken_off():
+        rounds = RoundGraphs(parts, attention, sizes, widths, survival)
+        prompts = PromptGraphs(parts, rounds, passes) if passes else None
     # Where the release's own graphs of prompts would be.
     parts.target.runner.piecewise_cuda_graph_runner = prompts
     return RoundRunner(parts, rounds, prompts)

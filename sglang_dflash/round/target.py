@@ -22,8 +22,9 @@ from torch import nn
 
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.target_class import SUMS_LATER, check_class, language_model
-from sglang_dflash.drafter.vocabulary import embedding_of
+from sglang_dflash.drafter.vocabulary import base_of, embedding_of
 from sglang_dflash.drawing.not_finite import take_out
+from sglang_dflash.round.adapted_head import AdaptedHead
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 
 EMBEDDING = -1  # as a tap: what the first layer reads
@@ -39,6 +40,8 @@ class TargetRows:
     Attributes:
         hidden_states: [rows, hidden], after the last norm.
         taps: [rows, taps * hidden], outputs of the tapped layers side by side; None when they are used.
+        lm_head: the target's own.
+        adapted: it with LoRA adapters, if rows have any there.
     """
 
     hidden_states: torch.Tensor
@@ -46,17 +49,22 @@ class TargetRows:
     head: TargetHead
     lm_head: nn.Module
     batch: ForwardBatch
+    adapted: AdaptedHead | None = None
 
     def at(self, rows: torch.Tensor) -> TargetRows:
         """Some of the rows ([n] int64), and in that order."""
         batch = copy.copy(self.batch)
         batch.input_ids = batch.input_ids[rows]
-        return replace(self, hidden_states=self.hidden_states[rows], batch=batch)
+        adapted = self.adapted and self.adapted.at(rows)
+        return replace(self, hidden_states=self.hidden_states[rows], batch=batch, adapted=adapted)
 
     def logits(self, rows: slice | torch.Tensor) -> LogitsProcessorOutput:
         """Output of the target's own logits processor for some rows, logits in float32."""
         ids, x = self.batch.input_ids[rows], self.hidden_states[rows]
-        return self.head.processor(ids, x, self.lm_head, self.batch, None)
+        if self.adapted is None:
+            return self.head.processor(ids, x, self.lm_head, self.batch, None)
+        with self.adapted.over(rows) as lm_head:
+            return self.head.processor(ids, x, lm_head, self.batch, None)
 
 
 @dataclass
@@ -118,7 +126,8 @@ class TargetHead(nn.Module):
         """
         super().__init__()
         # In a tuple, so that neither becomes part of this module: weights keep their names.
-        self._behind = (model.logits_processor, embedding_of(model) if taps_embedding else None)
+        embedding = base_of(embedding_of(model)) if taps_embedding else None
+        self._behind = (model.logits_processor, embedding)
         self._kept = kept
 
     @property
@@ -138,7 +147,7 @@ class TargetHead(nn.Module):
         kept = self._kept
         taps = kept.take() if kept else self._taps(input_ids, batch, aux_hidden_states or ())
         if isinstance(batch.spec_info, DFlashVerifyInput):
-            return TargetRows(hidden_states, taps, self, lm_head, batch)
+            return TargetRows(hidden_states, taps, self, base_of(lm_head), batch)
         output = self.after_prompts(batch, hidden_states, lm_head, *rest, **more)
         output.taps = taps
         return output

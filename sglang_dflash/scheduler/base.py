@@ -16,17 +16,18 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash.cpu.eager import compile_only_when_asked
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
+from sglang_dflash.round.adapters import has_adapters
 from sglang_dflash.round.linear_states import LinearStates, RoundStates
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.behind_windows import BehindWindows
-from sglang_dflash.scheduler.plan import planner, widths
+from sglang_dflash.scheduler.plan import WHOLE, Plan, planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
 from sglang_dflash.scheduler.riding import Riding
 from sglang_dflash.scheduler.watch import watch_of
-from sglang_dflash.serving.acceptance_watch import AcceptanceWatch
+from sglang_dflash.serving.acceptance_watch import AcceptanceWatch, AdapterWatch
 from sglang_dflash.serving.admission import bound_requests
 from sglang_dflash.serving.memory import pool_bytes, report_memory
 from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, round_metrics
@@ -90,6 +91,9 @@ class DFlashWorkerBase:
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
         self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes)
         self.acceptance = AcceptanceWatch(server_args.speculative_draft_model_path, tp_rank == 0)
+        self.adapter_watch = None
+        if self.parts.adapters is not None and tp_rank == 0:
+            self.adapter_watch = AdapterWatch(self.parts.adapters.manager.name_of)
         self.watch = watch_of(self.parts.req_to_token.device)
         if tp_rank == 0:
             report_memory(target_worker.model_runner, self.model_runner)
@@ -154,10 +158,14 @@ class DFlashWorkerBase:
         """
         starts = [req.kv_committed_len + ahead for req in batch.reqs]
         plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows)
+        adapters = None if self.parts.adapters is None else [req.lora_id for req in batch.reqs]
+        adapted = has_adapters(adapters)
+        if adapted and plan.reason != WHOLE:  # the others are for what is captured
+            plan = Plan(self.width)
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
-        prompts = self.riding.prompts_for(bounds, plan)
+        prompts = None if adapted else self.riding.prompts_for(bounds, plan)
         if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             finish, done = self.rounds.launch_with_prompts(
@@ -168,7 +176,7 @@ class DFlashWorkerBase:
         else:
             ends = zip(batch.reqs, starts, strict=True)
             cut = any(start + width > slot_limit(req) for req, start in ends)
-            finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total)
+            finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total, adapters)
         self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
 
@@ -202,6 +210,8 @@ class DFlashWorkerBase:
             counted = [bool(tokens) for tokens in committed.taken]
             self.metrics.expected(chances[counted], verified[counted], lengths[counted])
         self.acceptance.note(committed.lengths)
+        if self.adapter_watch is not None:
+            self.adapter_watch.note((req.lora_id for req in reqs), committed.taken)
         taken = [len(each) for each in committed.taken if each]
         self.metrics.committed(tokens.shape[1], taken, in_vain=len(reqs) - len(taken))
         self.metrics.not_finite(committed.failed)

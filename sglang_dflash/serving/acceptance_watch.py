@@ -1,9 +1,10 @@
-"""A word in the log if a drafter is never right: the output stays correct, only slower."""
+"""A word in the log if a drafter is never right, or seldom under an adapter: the output stays correct, only slower."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -43,3 +44,41 @@ class AcceptanceWatch:
                 if length == 1 and self._speaks:
                     logger.warning(_CAUSES, STEPS, self._drafter)
                 return
+
+
+class AdapterWatch:
+    """Compares what is accepted under each LoRA adapter with what is without, and says once where it is far less."""
+
+    def __init__(self, name_of: Callable[[str], str]):
+        """
+        Args:
+            name_of: what users call an adapter, by its id.
+        """
+        self._name_of = name_of
+        self._steps: defaultdict[str | None, int] = defaultdict(int)
+        self._drafts: defaultdict[str | None, int] = defaultdict(int)
+        self._done: set[str] = set()
+
+    def note(self, adapters: Iterable[str | None], taken: Iterable[Sequence[int]]) -> None:
+        """Takes a round: of each request its adapter, and the tokens it took, none if it ran in vain."""
+        for adapter, tokens in zip(adapters, taken, strict=True):
+            if not tokens or adapter in self._done:
+                continue
+            self._steps[adapter] += 1
+            self._drafts[adapter] += len(tokens) - 1
+            if adapter is not None and self._steps[adapter] % STEPS == 0:
+                self._compare(adapter)
+
+    def _compare(self, adapter: str) -> None:
+        if self._steps[None] < STEPS:
+            return
+        self._done.add(adapter)
+        mine, base = (self._drafts[each] / self._steps[each] for each in (adapter, None))
+        if mine < base / 2:
+            logger.warning(
+                "DFLASH: under LoRA adapter %s %.2f drafts of a verify step are accepted, and %.2f without an adapter: "
+                "the drafter was trained for the target alone, so decoding is slower under this adapter.",
+                self._name_of(adapter),
+                mine,
+                base,
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash.serving.acceptance_watch import STEPS, AcceptanceWatch
+from sglang_dflash.serving.acceptance_watch import STEPS, AcceptanceWatch, AdapterWatch
 
 
 def spoke(caplog: pytest.LogCaptureFixture) -> int:
@@ -46,3 +46,28 @@ def test_too_early(caplog: pytest.LogCaptureFixture) -> None:
 def test_one_rank_speaks(caplog: pytest.LogCaptureFixture) -> None:
     AcceptanceWatch("/a/drafter", speaks=False).note([1] * STEPS)
     assert spoke(caplog) == 0
+
+
+def watched(caplog: pytest.LogCaptureFixture, base: int, adapter: int, steps: int = STEPS) -> int:
+    """How often it is said of an adapter, when so many drafts of each step are accepted."""
+    watch = AdapterWatch({"id": "the adapter"}.__getitem__)
+    for _ in range(2 * steps):
+        watch.note([None, "id"], [[0] * (1 + base), [0] * (1 + adapter)])
+    said = [message for message in caplog.messages if "adapter the adapter" in message]
+    assert not said or f"{adapter:.2f} drafts" in said[0] and f"{base:.2f} without" in said[0]
+    return len(said)
+
+
+@pytest.mark.parametrize(("base", "adapter", "said"), [(6, 2, 1), (6, 0, 1), (6, 3, 0), (0, 0, 0)])
+def test_adapter(caplog: pytest.LogCaptureFixture, base: int, adapter: int, said: int) -> None:
+    """Below half of what is accepted without, and once."""
+    assert watched(caplog, base, adapter) == said
+
+
+def test_adapter_too_early(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither after few steps of the adapter, nor without enough of the target alone; vain rounds are none."""
+    assert watched(caplog, 6, 0, STEPS // 2 - 1) == 0
+    watch = AdapterWatch(str)
+    for _ in range(2 * STEPS):
+        watch.note(["id", None], [[0], []])
+    assert not caplog.messages

@@ -231,6 +231,7 @@ ASKED = dict(
     forward_mode=ForwardMode.EXTEND,
     input_embeds=None,
     multimodal_inputs=[None, None],
+    lora_ids=[None, None],
     input_ids=[0] * 100,
     batch_size=2,
     is_prefill_only=False,
@@ -253,6 +254,7 @@ def test_what_a_pass_computes() -> None:
     assert not can_run(multimodal_inputs=[None, object()]) and can_run(multimodal_inputs=None)
     assert not can_run(input_ids=[0] * 300) and not can_run(batch_size=5)
     assert not can_run(return_hidden_states_before_norm=True)
+    assert not can_run(lora_ids=[None, "adapter"]) and can_run(lora_ids=None)
 
 
 def test_row_sizes() -> None:
@@ -328,6 +330,7 @@ def test_prompts_without_graphs() -> None:
         ({"input_embeds": torch.zeros(1)}, False),
         ({"multimodal_inputs": [None, object()]}, False),
         ({"input_ids": [0] * 300}, False),
+        ({"lora_ids": [None, "adapter"]}, False),
         ({"is_prefill_only": True}, False),  # whose items are scored apart
         ({"return_hidden_states_before_norm": True}, False),
     ],

@@ -1,0 +1,119 @@
+"""LoRA adapters in rounds: the target's layers see those of the requests, the draft model sees none.
+
+Rounds that hold requests with adapters run kernel by kernel, with the release's LoRA layers. What is captured in
+graphs is the target without those layers, for rounds and prompts of requests without adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.lora.layers import BaseLayerWithLoRA
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.utils import replace_submodule
+
+from sglang_dflash.round.adapted_head import AdaptedHead
+from sglang_dflash.round.block_model import BlockModel
+from sglang_dflash.round.opened import Round
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_dflash.round.target import TargetRows
+    from sglang_dflash.serving.lora_manager import CheckingLoRAManager
+
+# By request: the id of its adapter, None for the target alone.
+Ids = Sequence[str | None]
+
+
+def has_adapters(ids: Ids | None) -> bool:
+    """Whether any of some requests has an adapter."""
+    return any(each is not None for each in ids or ())
+
+
+class Adapters:
+    """The adapters of one target."""
+
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
+        self.manager: CheckingLoRAManager = runner.lora_manager
+
+    def model(self, ids: Ids) -> AdaptedModel:
+        """The target as it runs blocks of requests with these adapters."""
+        return AdaptedModel(self._runner, self, ids)
+
+    def prepare(self, ids: Ids, rows: int) -> None:
+        """Brings the adapters to the device and tells the layers whose rows they will see.
+
+        Args:
+            ids: of each request.
+            rows: of each request, side by side.
+        """
+        self.manager.fetch_new_loras(set(ids))
+        # To the release's LoRA backends rows that are verified are rows of prompts.
+        bs, device = len(ids), self._runner.device
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=bs,
+            lora_ids=list(ids),
+            extend_seq_lens=torch.full((bs,), rows, dtype=torch.int32, device=device),
+            extend_seq_lens_cpu=[rows] * bs,
+            extend_num_tokens=bs * rows,
+            return_logprob=False,
+        )
+        self.manager.prepare_lora_batch(batch)
+
+    def head_of(self, ids: Ids, rows: int) -> AdaptedHead | None:
+        """What the head adds to rows that were just prepared; None if no adapter can be on it."""
+        head = self.manager.lm_head_module
+        if head is None or not has_adapters(ids):
+            return None
+        owners = torch.tensor(
+            [self.manager.memory_pool.get_buffer_id(each) for each in ids], dtype=torch.int32
+        ).repeat_interleave(rows)
+        if self._runner.device != "cpu":
+            owners = owners.pin_memory().to(self._runner.device, non_blocking=True)
+        return AdaptedHead(head, head.lora_backend.batch_info, owners)
+
+    def hold(self, ids: Ids) -> None:
+        """Whatever else runs until `let_go`, the weights of these adapters stay where they are."""
+        self.manager.held = frozenset(ids)
+
+    def let_go(self) -> None:
+        """The draws of the round that holds adapters are launched."""
+        self.manager.held = frozenset()
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """Within this the target has no LoRA layers: for graphs, and for what fuses its layers."""
+        model = self.manager.base_model
+        wrapped = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, BaseLayerWithLoRA)
+        }
+        for name, module in wrapped.items():
+            replace_submodule(model, name, module.base_layer)
+        try:
+            yield
+        finally:
+            for name, module in wrapped.items():
+                replace_submodule(model, name, module)
+
+
+class AdaptedModel(BlockModel):
+    """The target with the adapters of a round's requests."""
+
+    def __init__(self, runner: ModelRunner, adapters: Adapters, ids: Ids):
+        super().__init__(runner)
+        self._adapters, self._ids = adapters, ids
+
+    def run(self, round: Round, tokens: torch.Tensor, capture: CaptureHiddenMode) -> TargetRows:
+        self._adapters.prepare(self._ids, round.width)
+        rows = super().run(round, tokens, capture)
+        return replace(rows, adapted=self._adapters.head_of(self._ids, round.width))
