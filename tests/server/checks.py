@@ -22,6 +22,7 @@ def assert_same(
     plain: Server | None = None,
     prompt: Any = None,
     tie: float = TIE,
+    adapter: str | None = None,
     **sampling: Any,
 ) -> None:
     """Same tokens, text, end and counts as plain decoding.
@@ -29,13 +30,14 @@ def assert_same(
     On a GPU, an answer that `plain` can be asked about may leave the expected one at a tie.
 
     Args:
+        adapter: under which both were asked.
         sampling: what was asked for that decides which tokens there may be, as grammars do.
     """
     if DEVICE == "cuda" and plain is not None and answer["output_ids"] != expected["output_ids"]:
         if sampling:
             assert_tie_among(answer["output_ids"], plain, prompt, tie, sampling)
         else:
-            assert_tie(answer["output_ids"], expected["output_ids"], plain, prompt, tie)
+            assert_tie(answer["output_ids"], expected["output_ids"], plain, prompt, tie, adapter)
         return
     assert answer["output_ids"] == expected["output_ids"]
     assert answer["text"] == expected["text"]
@@ -44,7 +46,12 @@ def assert_same(
 
 
 def assert_tie(
-    ids: list[int], expected: list[int], plain: Server, prompt: Any, tie: float = TIE
+    ids: list[int],
+    expected: list[int],
+    plain: Server,
+    prompt: Any,
+    tie: float = TIE,
+    adapter: str | None = None,
 ) -> None:
     """Where `ids` leave `expected`, plain decoding finds both tokens about as likely."""
     at = next(i for i, (mine, its) in enumerate(zip(ids, expected, strict=False)) if mine != its)
@@ -54,6 +61,7 @@ def assert_tie(
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [ids[at]],
+        "lora_path": adapter,
     }
     meta = plain.post("/generate", body).json()["meta_info"]
     best = meta["output_token_logprobs"][0][0]

@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ class SideBySideAttention(BlockAttention):
         return out
 
 
+def target_alone(parts: Parts) -> AbstractContextManager[None]:
+    """The target as graphs hold it."""
+    return nullcontext() if parts.adapters is None else parts.adapters.taken_off()
+
+
 class EagerRounds:
     """Stands for `RoundGraphs`: a round of any number of requests, kernel by kernel."""
 
@@ -93,7 +99,8 @@ class EagerRounds:
 
     def verify(self, width: int) -> None:
         parts, (round, drafts) = self.parts, self._proposed
-        self._blocks = verify_blocks(parts, round, drafts, parts.target)
+        with target_alone(parts):
+            self._blocks = verify_blocks(parts, round, drafts, parts.target)
 
     def blocks(self, width: int, requests: int) -> Blocks:
         return self._blocks
@@ -136,13 +143,14 @@ class EagerPass:
     """Stands for `Captured` and for the graph in it."""
 
     def __init__(self, passes: EagerPasses, key: Key):
-        self.graph, self._run = self, lambda: passes._run(key, target)
-        target = passes._target(key)
+        self.graph, self._passes, self._key = self, passes, key
+        self._target = passes._target(key)
         passes.inputs.clear(key.rows)
         self.replay()
 
     def replay(self) -> None:
-        self.rows = self._run()
+        with target_alone(self._passes.parts):
+            self.rows = self._passes._run(self._key, self._target)
 
 
 class EagerPasses(PromptGraphs):

@@ -236,6 +236,7 @@ GREEDY = (
 REFUSED = (
     Feature("`image_data`", "Input and output", fields={"image_data": ["picture.png"]}),
     Feature("`return_routed_experts`", "Input and output", fields={"return_routed_experts": True}),
+    Feature("`lora_path`", "Input and output", fields={"lora_path": "somewhere"}),
 )
 
 
