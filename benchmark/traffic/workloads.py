@@ -25,9 +25,11 @@ ASKED = {
     "penalties": {"frequency_penalty": 1e-6},
     "grammar": {"regex": "(.|\\n)*"},
 }
+# Greedy requests of which each has one of so many LoRA adapters, by the names that `benchmark/adapters.py` gives.
+ADAPTERS, _ADAPTED = 8, "adapters"
 # Every how many-th request is sampled.
 _SAMPLED = {"sampled": 1, "mixed": 2, "ninth": 9}
-KINDS = ("greedy", *_SAMPLED, *ASKED)
+KINDS = ("greedy", *_SAMPLED, *ASKED, _ADAPTED)
 # Where no answer is known, and beyond what the longest known one has.
 UNKNOWN_TOKENS = 1024
 SLACK = 2
@@ -111,7 +113,11 @@ class Workload:
         greedy = common | {"temperature": 0.0} | ASKED.get(kind, {})
         drawn = common | sampling.fields()
         return [
-            orjson.dumps((greedy if self.is_greedy(kind, i) else drawn) | {"prompt": prompt})
+            orjson.dumps(
+                (greedy if self.is_greedy(kind, i) else drawn)
+                | ({"lora_path": f"adapter{i % ADAPTERS}"} if kind == _ADAPTED else {})
+                | {"prompt": prompt}
+            )
             for i, prompt in enumerate(self.prompts)
         ]
 

@@ -48,12 +48,9 @@ class AdaptedHead:
         changes = {"seg_lens": ones, "seg_indptr": ends, "weight_indices": owners}
         if hasattr(self.info, "seg_lens_cpu"):  # torch_native reads its segments on the host
             changes |= {f"{name}_cpu": value.cpu() for name, value in changes.items()}
-        if (
-            self.info.permutation is not None
-        ):  # csgmv reads its rows in an order, and max_len is its chunks'
-            changes["permutation"] = ends[:n]
-        else:
-            changes["max_len"] = 1
+        # csgmv reads its rows in an order, and its max_len is that of its chunks.
+        chunked = self.info.permutation is not None
+        changes |= {"permutation": ends[:n]} if chunked else {"max_len": 1}
         return replace(
             self.info, bs=n, num_segments=n, expected_tokens=n, use_cuda_graph=False, **changes
         )

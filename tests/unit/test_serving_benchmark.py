@@ -307,6 +307,9 @@ def test_prompts_and_their_requests(tmp_path: Path) -> None:
     assert bodies[1]["top_p"] == 0.9 and "top_k" not in bodies[1] and "top_p" not in bodies[0]
     assert bodies[2]["prompt"] == found.prompts[2] and bodies[2]["max_tokens"] == 200
     assert all(body["stream_options"] == {"include_usage": True} for body in bodies)
+    adapted = [json.loads(body) for body in found.bodies("adapters", drawn, "m")]
+    assert [body["lora_path"] for body in adapted] == ["adapter0", "adapter1", "adapter2"]
+    assert all(body["temperature"] == 0 for body in adapted)
     short = [json.loads(body) for body in found.bodies("sampled", drawn, "m", 64, stream=False)]
     assert {body["max_tokens"] for body in short} == {64} and "stream" not in short[0]
     assert pool(tmp_path, context=200, answer="x" * 99).max_tokens == 200 - 20 - 32
