@@ -81,7 +81,10 @@ def test_extend_positions_follow_the_cached_prefix() -> None:
 
 
 def test_what_ends_requests() -> None:
-    """At most so many tokens each, none where the end is ignored, and the length at which the limit is reached."""
+    """At most so many tokens each, none where the end is ignored, and the length at which the limit is reached.
+
+    What pads a batch has always ended.
+    """
     tokenizer = SimpleNamespace(eos_token_id=7, additional_stop_token_ids={8})
 
     def asked(stop: set[int] | None, ignore: bool, tokenizer: object) -> SimpleNamespace:
@@ -100,9 +103,9 @@ def test_what_ends_requests() -> None:
     assert {int(row[-1]) for row in ends_of(reqs)} == {12}
     made = RequestState(4, "cpu")
     made.start(torch.arange(4), torch.tensor([9, 7, 7, 9]), torch.full((4,), 3), ends_of(reqs))
-    assert made.ended.tolist() == [0, 0, 1, 0, 0]
+    assert made.ended.tolist() == [0, 0, 1, 0, 1]
     accepted = accept(torch.full((4, 3), 9), torch.full((4, 2), 9))
     for _ in range(3):  # a first token and three rounds of three are ten
-        assert made.ended.tolist() == [0, 0, 1, 0, 0]
+        assert made.ended.tolist() == [0, 0, 1, 0, 1]
         made.advance(torch.arange(4), accepted.tokens, accepted.lengths, accepted.bonus_tokens)
-    assert made.ended.tolist() == [1, 1, 1, 1, 0]
+    assert made.ended.tolist() == [1, 1, 1, 1, 1]
