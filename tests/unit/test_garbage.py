@@ -63,6 +63,7 @@ class Cycle:
 def test_a_flush_gives_memory_back() -> None:
     """Garbage in cycles, and memory that is free below some that is not."""
     process = psutil.Process()
+    worker = SimpleNamespace(rounds=SimpleNamespace(disturbed=False))
     gc.collect()
     gc.disable()
     try:
@@ -72,7 +73,7 @@ def test_a_flush_gives_memory_back() -> None:
         full = process.memory_info().rss
         del blocks
         kept = process.memory_info().rss
-        DFlashWorkerBase.clear_cache_pool(object())
+        DFlashWorkerBase.clear_cache_pool(worker)
         left = process.memory_info().rss
     finally:
         gc.enable()

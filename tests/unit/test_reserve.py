@@ -169,6 +169,7 @@ def worker() -> tuple[DFlashWorkerV2, list[str]]:
     """A worker without models, and why its rounds waited."""
     made, reasons = object.__new__(DFlashWorkerV2), []
     made.width, made.metrics = WIDTH, SimpleNamespace(fell_back=reasons.append)
+    made.linear_states = None
     return made, reasons
 
 
