@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import psutil
 
