@@ -51,6 +51,35 @@ SHARED_EXPERTS = dict(
     moe_intermediate_size=32,
     shared_expert_intermediate_size=32,
 )
+# With what published configs have and transformers' class has no more; on a CPU the release knows no other RoPE.
+DEEPSEEK = UNTIED | dict(
+    num_key_value_heads=6,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    first_k_dense_replace=1,
+    moe_layer_freq=1,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=4,
+    moe_intermediate_size=64,
+    routed_scaling_factor=1.5,
+    topk_method="noaux_tc",
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=256,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
     "Mistral": ("MistralConfig", WIDE),
@@ -85,6 +114,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Granite MoE": ("GraniteMoeConfig", GRANITE | EXPERTS),
     "Qwen3-Next": ("Qwen3NextConfig", UNTIED | DELTA_NETS | SHARED_EXPERTS),
+    "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK),
 }
 
 

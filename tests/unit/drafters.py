@@ -108,6 +108,8 @@ def one_rank() -> Iterator[None]:
         port = probe.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     args = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native")
+    # As a model runner does; MLA asks for them.
+    args.prefill_attention_backend, args.decode_attention_backend = args.get_attention_backends()
     set_global_server_args_for_scheduler(args)
     init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
     initialize_model_parallel()

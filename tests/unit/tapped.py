@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
+    MLATokenToKVPool,
 )
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -55,11 +56,11 @@ class Target:
             size=64,
             page_size=1,
             dtype=torch.float32,
-            head_num=attention.tp_k_head_num,
-            head_dim=attention.head_dim,
             device="cpu",
             enable_memory_saver=False,
         )
+        heads = dict(head_num=attention.tp_k_head_num, head_dim=attention.head_dim)
+        layers, latent = SIZES["num_hidden_layers"], attention.v_head_dim
         if is_linear:
             self.states = states_of(text)
             runner = SimpleNamespace(
@@ -74,9 +75,13 @@ class Target:
                 enable_kvcache_transpose=False,
                 mamba_pool=self.states.mamba_pool,
                 **shape,
+                **heads,
             )
+        elif latent < attention.qk_head_dim:  # values of MLA are a part of its keys
+            ranks = dict(kv_lora_rank=latent, qk_rope_head_dim=attention.qk_head_dim - latent)
+            self.pool = MLATokenToKVPool(layer_num=layers, **shape, **ranks)
         else:
-            self.pool = MHATokenToKVPool(layer_num=SIZES["num_hidden_layers"], **shape)
+            self.pool = MHATokenToKVPool(layer_num=layers, **shape, **heads)
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor, start: int, mode: ForwardMode, **more: Any):
