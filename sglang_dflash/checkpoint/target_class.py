@@ -25,6 +25,7 @@ SUMS_LATER = {
     "Gemma3ForCausalLM": False,
     "GemmaForCausalLM": True,
     "Glm4ForCausalLM": True,
+    "Glm4vMoeForConditionalGeneration": True,
     "GraniteForCausalLM": True,
     "GraniteMoeForCausalLM": False,
     "MiMoV2FlashForCausalLM": True,
@@ -45,6 +46,8 @@ SUMS_LATER = {
 # of several that have it, layers, embedding or head are where nobody looks.
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",

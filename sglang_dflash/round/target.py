@@ -21,7 +21,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import nn
 
 from sglang_dflash.checkpoint.load import load_config
-from sglang_dflash.checkpoint.target_class import SUMS_LATER, check_class, language_model
+from sglang_dflash.checkpoint.target_class import (
+    SUMS_LATER,
+    check_class,
+    is_wrapper,
+    language_model,
+)
 from sglang_dflash.drafter.vocabulary import base_of, embedding_of
 from sglang_dflash.drawing.not_finite import take_out
 from sglang_dflash.round.adapted_head import AdaptedHead
@@ -101,9 +106,9 @@ class LayerTaps:
             else:
                 layers[tap].register_forward_hook(partial(self._keep_output, tap))
 
-    def take(self) -> torch.Tensor:
-        """[rows, taps * hidden] of the pass that runs; afterwards nothing is kept."""
-        return torch.cat([self._kept.pop(tap) for tap in self._taps], dim=-1)
+    def take(self) -> list[torch.Tensor]:
+        """[rows, hidden] of each tap in the pass that runs; afterwards nothing is kept."""
+        return [self._kept.pop(tap) for tap in self._taps]
 
     def _keep_input(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # Scaled, where a model scales its embeddings.
@@ -122,7 +127,7 @@ class TargetHead(nn.Module):
         """
         Args:
             taps_embedding: whether the embedding is tapped beside what the logits processor is given.
-            kept: all taps, if the logits processor is given none.
+            kept: taps before those that the logits processor is given, which may be none.
         """
         super().__init__()
         # In a tuple, so that neither becomes part of this module: weights keep their names.
@@ -144,8 +149,8 @@ class TargetHead(nn.Module):
         *rest: Any,
         **more: Any,
     ) -> LogitsProcessorOutput | TargetRows:
-        kept = self._kept
-        taps = kept.take() if kept else self._taps(input_ids, batch, aux_hidden_states or ())
+        kept = self._kept.take() if self._kept else []
+        taps = self._taps(input_ids, batch, [*kept, *(aux_hidden_states or ())])
         if isinstance(batch.spec_info, DFlashVerifyInput):
             return TargetRows(hidden_states, taps, self, base_of(lm_head), batch)
         output = self.after_prompts(batch, hidden_states, lm_head, *rest, **more)
@@ -167,11 +172,11 @@ class TargetHead(nn.Module):
         return TappedOutput(**values, not_finite=take_out(output.next_token_logits))
 
     def _taps(
-        self, input_ids: torch.Tensor, batch: ForwardBatch, layers: Sequence[torch.Tensor]
+        self, input_ids: torch.Tensor, batch: ForwardBatch, layers: list[torch.Tensor]
     ) -> torch.Tensor:
         embedding = self._behind[1]
         if embedding is None:
-            return torch.cat(list(layers), dim=-1)
+            return torch.cat(layers, dim=-1)
         embeds = getattr(batch, "input_embeds", None)
         embedded = embedding(input_ids) if embeds is None else embeds
         return torch.cat([embedded.to(layers[0].dtype) if layers else embedded, *layers], dim=-1)
@@ -197,7 +202,11 @@ def tap_target(runner: ModelRunner) -> None:
         return
     if layers:
         model.set_eagle3_layers_to_capture(layers)
-    model.logits_processor = TargetHead(model, EMBEDDING in config.taps)
+    kept, taps_embedding = None, EMBEDDING in config.taps
+    if taps_embedding and is_wrapper(type(runner.model)):
+        # Only its layers are given what embeds pictures.
+        kept = LayerTaps(model.model.layers, (EMBEDDING,), sums_later=False)
+    model.logits_processor = TargetHead(model, taps_embedding and kept is None, kept)
 
 
 def sum_at_once(body: nn.Module, layers: Collection[int], hooked: bool = False) -> None:

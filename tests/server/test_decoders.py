@@ -24,6 +24,7 @@ from tests.server.harness import (
     running,
 )
 from tests.unit.decoders import ARCHITECTURES, SIZES, write_drafter, write_target
+from tests.unit.kimi import ARGUMENTS, KIMI, PICTURE, write_kimi
 from tests.unit.wrappers import VOCABULARY, WRAPPERS, data_url, picture, write_wrapper
 
 TABLE, HEAD = ROOT / "docs" / "targets.md", "| target | "
@@ -46,7 +47,6 @@ REFUSED = {
     "Helium": ("HeliumConfig", "HeliumForCausalLM"),
     "Qwen2-VL": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
     "GLM-4.1V": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
-    "GLM-4.5V": ("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration"),
     "Llama 4 (with pictures)": ("Llama4Config", "Llama4ForConditionalGeneration"),
     "Llama 3.2 (with pictures)": ("MllamaConfig", "MllamaForConditionalGeneration"),
 }
@@ -56,6 +56,7 @@ PICTURED = ("--speculative-dflash-draft-window-size", "8", "--chunked-prefill-si
 FIRST_PICTURED = "Qwen2.5-VL"
 # Of targets with linear attention: states as precise as all else, and what v2's prefix cache has of them.
 LINEAR = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
+UNCAPTURED = (*LINEAR, KIMI)  # of states and of latents no graph of prompts and blocks knows
 STATES = ("--max-mamba-cache-size", "64")
 BUFFERED = ("--mamba-scheduler-strategy", "extra_buffer", "--mamba-track-interval", "16")
 ENVIRONMENT = {
@@ -102,9 +103,13 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
         OUTCOMES.setdefault(name, {})[worker] = "equal"
 
 
-def requests_with_pictures(name: str) -> list[tuple[str, dict]]:
-    """Path and body: texts, one picture or two, the same ones behind other texts and others behind the same."""
-    generate, mark = {"sampling_params": TOKENS | {"temperature": 0}}, WRAPPERS[name].picture
+def requests_with_pictures(mark: str) -> list[tuple[str, dict]]:
+    """Path and body: texts, one picture or two, the same ones behind other texts and others behind the same.
+
+    Args:
+        mark: what stands for a picture in a prompt.
+    """
+    generate = {"sampling_params": TOKENS | {"temperature": 0}}
     asked = []
     for i in range(8):
         seen = [picture(i // 2, 28 * (2 + i // 2), 84), picture(7, 56, 56)][: (1, 1, 2, 0)[i % 4]]
@@ -150,19 +155,37 @@ def check_refused_pictures(server: Server, body: dict) -> None:
     "name", [FIRST_PICTURED, *in_long(*(name for name in WRAPPERS if name != FIRST_PICTURED))]
 )
 def test_pictures(name: str, tmp_path: Path, logs: Path) -> None:
-    """Texts and pictures, alone and all at once, twice, so that the prefix cache has whole pictures."""
-    target, drafter = tmp_path / "target", tmp_path / "drafter"
-    write_wrapper(target, name, embedding=0.5)
+    write_wrapper(tmp_path / "target", name, embedding=0.5)
+    check_pictures(name, tmp_path, logs, WRAPPERS[name].picture, WRAPPERS[name].arguments)
+
+
+@pytest.mark.long
+def test_pictures_of_kimi(tmp_path: Path, logs: Path) -> None:
+    write_kimi(tmp_path / "target", embedding=0.25)
+    check_pictures(KIMI, tmp_path, logs, PICTURE, ARGUMENTS)
+
+
+def check_pictures(
+    name: str, folder: Path, logs: Path, mark: str, arguments: tuple[str, ...]
+) -> None:
+    """Texts and pictures, alone and all at once, twice, so that the prefix cache has whole pictures.
+
+    Args:
+        folder: with the target in a folder of that name.
+        mark: what stands for a picture in a prompt.
+        arguments: of a server that is to take pictures.
+    """
+    drafter = folder / "drafter"
     drafter.mkdir()
     write_drafter(drafter, vocab_size=VOCABULARY)
-    arguments = ("--model-path", str(target), *WRAPPERS[name].arguments)
-    asked, log = requests_with_pictures(name), name.replace(" ", "-")
+    arguments = ("--model-path", str(folder / "target"), *arguments)
+    asked, log = requests_with_pictures(mark), name.replace(" ", "-")
     more, variables = of_linear(name)
     with running(logs / f"{log}-plain.log", *arguments, *more, **variables) as plain:
         expected = [ask(plain, *request)[0] for request in asked]
     assert len(set(map(str, expected))) == len(asked), "pictures that change nothing tell nothing"
     given = (*arguments, "--speculative-draft-model-path", str(drafter), *PICTURED)
-    for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in LINEAR else WAYS:
+    for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in UNCAPTURED else WAYS:
         file, (states, variables) = (
             logs / f"{log}-{worker}-{launcher}.log",
             of_linear(name, worker),
@@ -222,7 +245,7 @@ def test_table() -> None:
     rows = [line[2:-2].split(" | ") for line in told.splitlines() if line[:2] == "| "]
     known = {name: dict(zip(CHOSEN_WORKERS, cells, strict=False)) for name, *cells in rows}
     unknown = dict.fromkeys(CHOSEN_WORKERS, "not tried")
-    names = (*ARCHITECTURES, *WRAPPERS, *REFUSED)
+    names = (*ARCHITECTURES, *WRAPPERS, KIMI, *REFUSED)
     seen = {name: OUTCOMES.get(name) or known.get(name, unknown) for name in names}
     text = foreword + "\n".join(table(seen)) + "\n"
     if os.environ.get("DFLASH_WRITE_DOCS"):

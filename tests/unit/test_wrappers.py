@@ -22,8 +22,9 @@ from sglang_dflash.round.state import RequestState
 from sglang_dflash.round.target import TargetRows
 from tests.unit.decoders import MASK
 from tests.unit.drafters import TARGET, save_random, speculators_config, zlab_config
+from tests.unit.kimi import PICTURE, write_kimi
 from tests.unit.tapped import Target
-from tests.unit.wrappers import VOCABULARY, WRAPPERS, picture, write_wrapper
+from tests.unit.wrappers import FIRST_SPECIAL, VOCABULARY, WRAPPERS, picture, write_wrapper
 
 WIDTH, TAPS = 4, (-1, 0, 2, 4)
 NOISE = 1e-5  # of float32 after several layers; a wrong tap or position is off by about 1
@@ -58,16 +59,7 @@ class Asked:
             model_specific_data={"image_grid_thw": inputs["image_grid_thw"]},
         )
         item.set_pad_value()
-        positions, delta = MRotaryEmbedding.get_rope_index(
-            spatial_merge_size=config.vision_config.spatial_merge_size,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            model_type=config.model_type,
-            tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
-            input_ids=ids,
-            image_grid_thw=inputs["image_grid_thw"],
-        )
+        positions, delta = rope_index(config, ids, inputs["image_grid_thw"])
         self.inputs = MultimodalInputs(
             mm_items=[item], im_token_id=config.image_token_id, mrope_position_delta=delta
         )
@@ -78,22 +70,42 @@ class Asked:
         return {"mm_inputs": [self.inputs], "mrope_positions": self.positions[:, first:last]}
 
 
+def rope_index(
+    config: Any, ids: torch.Tensor, grids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions [3, 1, tokens] of a prompt [1, tokens], and how much fewer than tokens they are, as the release's
+    processors ask for them."""
+    if config.model_type == "glm4v_moe":
+        return MRotaryEmbedding.get_rope_index_glm4v(ids, config, grids, None, None)
+    return MRotaryEmbedding.get_rope_index(
+        spatial_merge_size=config.vision_config.spatial_merge_size,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vision_start_token_id=config.vision_start_token_id,
+        model_type=config.model_type,
+        tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
+        input_ids=ids,
+        image_grid_thw=grids,
+    )
+
+
 class Worded:
-    """A prompt without pictures."""
+    """A prompt without pictures, or where they change no positions."""
 
     def __init__(self, mrope: bool, inputs: dict[str, torch.Tensor]):
         self.ids, self.inputs, self._mrope = inputs["input_ids"][0], None, mrope
 
     def part(self, first: int, last: int) -> dict[str, Any]:
         positions = torch.arange(first, last).expand(3, -1)
-        return {"mrope_positions": positions if self._mrope else None}
+        given = {"mm_inputs": [self.inputs]} if self.inputs else {}
+        return given | {"mrope_positions": positions if self._mrope else None}
 
 
-QWEN = [name for name in WRAPPERS if "Qwen" in name]
+MROPE = [name for name in WRAPPERS if "Gemma" not in name]
 
 
 @pytest.mark.parametrize(
-    ("name", "pictured"), [(name, False) for name in WRAPPERS] + [(name, True) for name in QWEN]
+    ("name", "pictured"), [(name, False) for name in WRAPPERS] + [(name, True) for name in MROPE]
 )
 @torch.no_grad()
 def test_taps(name: str, pictured: bool, drafter: Path, tmp_path: Path) -> None:
@@ -105,12 +117,12 @@ def test_taps(name: str, pictured: bool, drafter: Path, tmp_path: Path) -> None:
     shown = {"images": [picture(0, 112, 84)]} if pictured else {}
     text = "Ben has" + WRAPPERS[name].picture * pictured + " many marbles"
     inputs = dict(processor(text=[text], return_tensors="pt", **shown))
-    length, block = inputs["input_ids"].shape[1], torch.randint(4, 700, (WIDTH,))
+    block = torch.randint(4, 700, (WIDTH,))
     whole = inputs | {"input_ids": torch.cat([inputs["input_ids"], block[None]], dim=1)}
     for kind in whole.keys() & {"mm_token_type_ids", "attention_mask"}:
         whole[kind] = torch.cat([whole[kind], whole[kind][:, -1:].expand(-1, WIDTH)], dim=1)
     target = Target(tmp_path, drafter)
-    mrope = "Gemma" not in name
+    mrope = name in MROPE
     if pictured:
         asked = Asked(target.model, reference.config, inputs)
     else:
@@ -119,6 +131,42 @@ def test_taps(name: str, pictured: bool, drafter: Path, tmp_path: Path) -> None:
         after = asked.positions[:, -1:] + 1 + torch.arange(WIDTH)
         whole["position_ids"] = torch.cat([asked.positions, after], dim=1)[:, None]
     expected = reference(**whole, output_hidden_states=True)
+    compare(target, asked, block, expected, mrope)
+
+
+@pytest.mark.parametrize("pictured", [False, True])
+@torch.no_grad()
+def test_taps_of_kimi(pictured: bool, drafter: Path, tmp_path: Path) -> None:
+    """Beside its language model alone, which gets what the release's tower makes of a picture."""
+    reference = write_kimi(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path, trust_remote_code=True)
+    medium = {"type": "image", "image": picture(0, 112, 84)}
+    tokens = processor.media_processor.media_tokens_calculator(medium) * pictured
+    text = ["Ben has" + PICTURE * tokens + " many marbles"]
+    inputs = processor(text=text, medias=[medium] * pictured)
+    target, ids = Target(tmp_path, drafter), inputs["input_ids"]
+    block = torch.randint(4, 700, (WIDTH,))
+    embeddings = reference.get_input_embeddings()(torch.cat([ids[0], block]))
+    asked = Worded(False, inputs)
+    if pictured:
+        at = (ids[0] == FIRST_SPECIAL).nonzero().flatten()
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE,
+            feature=inputs["pixel_values"],
+            offsets=[(int(at[0]), int(at[-1]))],
+            model_specific_data={"grid_thws": inputs["grid_thws"]},
+        )
+        item.set_pad_value()
+        embeddings[at] = target.model.get_image_feature([item])
+        asked.inputs = MultimodalInputs(mm_items=[item], im_token_id=FIRST_SPECIAL)
+        asked.ids = torch.tensor(target.model.pad_input_ids(ids[0].tolist(), asked.inputs))
+    expected = reference(inputs_embeds=embeddings[None], output_hidden_states=True)
+    compare(target, asked, block, expected, mrope=False)
+
+
+def compare(target: Target, asked: Any, block: torch.Tensor, expected: Any, mrope: bool) -> None:
+    """Taps of a prompt in two pieces and of the block behind it, and the block's logits, with transformers'."""
+    length = len(asked.ids)
     taps = torch.cat([expected.hidden_states[tap + 1][0] for tap in TAPS], dim=-1)
     made = []
     for first, last in ((0, length // 2), (length // 2, length)):

@@ -41,6 +41,14 @@ QWEN_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
+GLM_TOKENS = {
+    "image_token_id": "<|image|>",
+    "video_token_id": "<|video|>",
+    "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>",
+    "video_start_token_id": "<|begin_of_video|>",
+    "video_end_token_id": "<|end_of_video|>",
+}
 GEMMA_TOKENS = {
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
@@ -120,6 +128,22 @@ WRAPPERS = {
         tower=TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
         sizes={"size": PIXELS, "patch_size": 16},
         text=INTERLEAVED | DELTA_NETS | SHARED_EXPERTS,
+    ),
+    "GLM-4.5V": Wrapper(
+        config="Glm4vMoeConfig",
+        processor="Glm4vProcessor",
+        images="Glm4vImageProcessorFast",
+        videos="Glm4vVideoProcessor",
+        tower=TOWER | {"image_size": 112},
+        sizes={"size": PIXELS},
+        text={
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "rope_parameters": MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+        },
+        tokens=GLM_TOKENS,
+        picture="<|begin_of_image|><|image|><|end_of_image|>",
     ),
     "Gemma 3 (with pictures)": Wrapper(
         config="Gemma3Config",
