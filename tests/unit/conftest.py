@@ -39,6 +39,16 @@ def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
+@pytest.fixture(autouse=True)
+def arguments_of_the_process() -> Iterator[None]:
+    """As they were: a test that sets its own must not choose the next one's attention."""
+    from sglang.srt import server_args
+
+    before = server_args._global_server_args
+    yield
+    server_args._global_server_args = before
+
+
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[None]:
     """The process group that SGLang's tensor-parallel layers ask for."""
