@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 from sglang_dflash.gpu.sliding_keys import sliding_keys
 from sglang_dflash.two_pools import is_sliding
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -48,6 +50,7 @@ class BlockAttention(ABC):
         self.runner, self.width, self.causal = runner, width, causal
         self.cache_lengths, self.page_table = cache_lengths, page_table
         self._sliding = sliding_keys(runner, *page_table.shape, width)
+        self._linear: MambaAttnBackendBase | None = None
 
     @classmethod
     def short_contexts_gain(cls, runner: ModelRunner, requests: int) -> bool:
@@ -59,6 +62,13 @@ class BlockAttention(ABC):
         if self._sliding is not None:
             self._sliding.fill(self.cache_lengths, self.page_table)
 
+    def take(self, batch: ForwardBatch) -> None:
+        """Takes the place of the backend of a pass over blocks, of which only linear attention stays."""
+        self._linear = getattr(batch.attn_backend, "linear_attn_backend", None)
+        batch.attn_backend = self
+        if self._linear is not None:
+            self._linear.init_forward_metadata(batch)
+
     def keys_of(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and page table of the pool in which a layer keeps K/V: [bs] and [bs, pages] int32."""
         if self._sliding is not None and is_sliding(self.runner.token_to_kv_pool, layer.layer_id):
@@ -67,15 +77,17 @@ class BlockAttention(ABC):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        layer: RadixAttention | RadixLinearAttention | None = None,
+        forward_batch: ForwardBatch | None = None,
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """What a backend of the release does: [rows, heads * head_dim] → the same."""
+        """What a backend of the release does: [rows, heads * head_dim] → the same; linear attention stays its own."""
+        if isinstance(layer, RadixLinearAttention):
+            return self._linear.forward_extend(layer=layer, forward_batch=forward_batch, **kwargs)
         pool = forward_batch.token_to_kv_pool
         if save_kv_cache and k is not None:
             slots = forward_batch.out_cache_loc

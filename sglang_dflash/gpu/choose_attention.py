@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.fa3_latents import LATENT, ROTATED, Fa3LatentAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.kernels.over_keys import FP8
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
@@ -89,16 +90,16 @@ def prompts_in_graphs(
 def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:
     """The attention of a model's blocks in graphs; None for the backend's own, kernel by kernel.
 
-    K and V lie in the pool alike whatever backend reads them, so what is chosen for prompts does not matter. Latents
-    of MLA are no such pool.
+    K and V lie in the pool alike whatever backend reads them, so what is chosen for prompts does not matter.
     """
     args, config = runner.server_args, runner.model_config
     asked = args.speculative_dflash_attention
+    if runner.use_mla_backend:
+        return Fa3LatentAttention if asked in (AUTO, FA3) and _reads_latents(runner) else None
     pools = single_pools(runner.token_to_kv_pool)
     readable = {torch.bfloat16, torch.float16, torch.float32, *FP8}
     if (
         asked == BACKEND
-        or runner.use_mla_backend
         or any(type(pool) is not MHATokenToKVPool for pool in pools)
         or runner.kv_cache_dtype not in readable
         or any(max(pool.head_dim, pool.v_head_dim) > LARGEST_HEAD for pool in pools)
@@ -107,3 +108,14 @@ def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:
     _, decode_backend = args.get_attention_backends()
     capability = torch.cuda.get_device_capability()
     return choose(asked, capability, config.dtype, runner.kv_cache_dtype, decode_backend)
+
+
+def _reads_latents(runner: ModelRunner) -> bool:
+    """Whether FA3 computes attention of blocks over a model's latents of MLA, of all tokens in a pool."""
+    pool, dtype = runner.token_to_kv_pool, runner.model_config.dtype
+    return (
+        type(pool) is MLATokenToKVPool
+        and (pool.kv_lora_rank, pool.qk_rope_head_dim) == (LATENT, ROTATED)
+        and runner.kv_cache_dtype == dtype
+        and not why_not_fa3(torch.cuda.get_device_capability(), dtype, dtype)
+    )

@@ -19,6 +19,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.rank_sums import all_agree
 from sglang_dflash.round.opened import Round
+from sglang_dflash.two_pools import single_pools
 
 logger = logging.getLogger(__name__)
 
@@ -84,15 +85,16 @@ class TrialBlocks:
         """Hidden states and taps; leaves the slots as they are when a server starts."""
         self._clear()
         batch = self.round.forward_batch(self.runner, self.tokens, CaptureHiddenMode.FULL)
-        batch.attn_backend = self.attention
+        self.attention.take(batch)
         self.attention.prepare()
         made = [states.float() for states in way.run(batch)]
         self._clear()  # waits, where the device is a GPU that failed, too
         return made
 
     def _clear(self) -> None:
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer[self.round.slots] = 0
+        for pool in single_pools(self.pool):
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer[self.round.slots] = 0
         if self.tokens.is_cuda:
             torch.cuda.synchronize()
 
@@ -106,6 +108,9 @@ def trial_blocks(
         width: rows of a block.
     """
     room = runner.token_to_kv_pool.size // runner.page_size // -(-width // runner.page_size)
+    room = min(
+        room, runner.req_to_token_pool.size
+    )  # states of linear attention are written by place in the batch
     return [
         TrialBlocks(runner, attention, causal, requests, width, context_len)
         for requests in _REQUESTS

@@ -106,7 +106,7 @@ class CapturedModel(BlockModel):
         self.attention.prepare()
 
     def forward(self, batch: ForwardBatch) -> Any:
-        batch.attn_backend = self.attention
+        self.attention.take(batch)
         return self.runner.model.forward(batch.input_ids, batch.positions, batch)
 
 
@@ -120,7 +120,8 @@ class CapturedTarget(CapturedModel):
     def forward(self, batch: ForwardBatch) -> Any:
         if self.body is None:
             return super().forward(batch)
-        batch.attn_backend, model = self.attention, self.runner.model
+        self.attention.take(batch)
+        model = self.runner.model
         x, taps = self.body(batch.input_ids, batch.positions, batch)
         return model.logits_processor(batch.input_ids, x, model.lm_head, batch, taps)
 

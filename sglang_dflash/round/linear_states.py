@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_dflash.round.state import RequestState
 
@@ -30,6 +31,10 @@ class LinearStates:
         """
         self._pool, self._state, self._interval = pool, state, interval
         self._launched = None
+        slots = pool.req_index_to_mamba_index_mapping
+        if (missing := state.padding_row + 1 - len(slots)) > 0:
+            # Graphs look up what pads a batch, too: slot 0, which the release keeps for that.
+            pool.req_index_to_mamba_index_mapping = pad(slots, (0, missing))
 
     def of(self, rows: torch.Tensor, reqs: list[Req]) -> RoundStates:
         """What a round over the requests at `rows` ([bs] int64) will leave; asked before it is launched."""

@@ -242,12 +242,6 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     """
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
         return RoundRunner(parts)
-    if parts.target.runner.mambaish_config is not None:
-        logger.warning(
-            "DFLASH runs without CUDA graphs, because its target has linear attention: rounds verify all rows, and "
-            "prompts beside them have passes of their own."
-        )
-        return RoundRunner(parts)
     from sglang_dflash.round.graphs import Attention, RoundGraphs, sizes_to_capture
     from sglang_dflash.round.prompt_graphs import PromptGraphs, sizes_of_prompts
 
@@ -256,8 +250,8 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         why = (
             "as --speculative-dflash-attention backend asks"
             if server_args.speculative_dflash_attention == BACKEND
-            else "because they need a target without MLA, with K and V in one pool of bfloat16, float16, float32 or "
-            "FP8, and heads of at most 256"
+            else "because they need K and V of bfloat16, float16, float32 or FP8 with heads of at most 256, or latents "
+            "of MLA of bfloat16 or float16 and a Hopper"
         )
         logger.warning("DFLASH runs without CUDA graphs, %s.", why)
         return RoundRunner(parts)

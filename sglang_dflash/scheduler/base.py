@@ -71,6 +71,12 @@ class DFlashWorkerBase:
         self.width = server_args.speculative_num_draft_tokens
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
+        self.linear_states = None
+        if self.has_linear_attention:
+            pool = target_worker.model_runner.req_to_token_pool
+            self.linear_states = LinearStates(
+                pool, self.parts.state, server_args.mamba_track_interval
+            )
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args
         self.planner = planner(self.width, widths(server_args), self._costs())
@@ -80,12 +86,6 @@ class DFlashWorkerBase:
         # What the scheduler's arguments hold, /server_info tells.
         server_args.dflash_attention = self.rounds.attention
         bound_requests(target_worker)
-        self.linear_states = None
-        if self.has_linear_attention:
-            pool = target_worker.model_runner.req_to_token_pool
-            self.linear_states = LinearStates(
-                pool, self.parts.state, server_args.mamba_track_interval
-            )
         self.behind_windows = BehindWindows(target_worker.model_runner)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
@@ -113,10 +113,11 @@ class DFlashWorkerBase:
         args.dflash_costs = costs and costs.as_dict()
         if costs is not None:
             logger.info("DFLASH rounds take, in ms: %s", args.dflash_costs)
-        elif args.speculative_dflash_verify == AUTO and not self.has_linear_attention:
+        elif args.speculative_dflash_verify == AUTO:
             logger.info(
                 "DFLASH verifies all rows, because no passes of the target are captured in which requests have "
-                "different numbers of them: that takes CUDA graphs, and --piecewise-cuda-graph-max-tokens 64 or more."
+                "different numbers of them: that takes CUDA graphs, --piecewise-cuda-graph-max-tokens 64 or more, and "
+                "a target without linear attention or MLA."
             )
         return costs
 

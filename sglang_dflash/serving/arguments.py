@@ -101,6 +101,8 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
     linear = has_linear_attention(args.get_model_config())
+    if linear or _has_latents(args):
+        args.piecewise_cuda_graph_max_tokens = 0  # graphs of prompts know neither
     choose_strategy(args, linear)
     if linear:
         check_linear_attention(args)
@@ -226,18 +228,28 @@ def _check_attention(args: ServerArgs) -> None:
     asked = args.speculative_dflash_attention
     if asked == "auto":
         return
-    from sglang_dflash.gpu.choose_attention import BACKEND, CHOICES, FA3, why_not_fa3
+    from sglang_dflash.gpu.choose_attention import BACKEND, CHOICES, FA3, TRITON, why_not_fa3
 
     flag = f"--speculative-dflash-attention {asked}"
     if asked not in CHOICES:
         raise DFlashError(f"{flag} does not exist: choose one of {', '.join(CHOICES)}.")
     if asked != BACKEND and args.device != "cuda":
         raise DFlashError(f"{flag} needs a GPU: leave it out.")
+    if asked == TRITON and _has_latents(args):
+        raise DFlashError(
+            f"{flag} does not read the latents of MLA that {args.model_path} keeps: choose fa3, backend or auto."
+        )
     if asked == FA3:
         dtype = args.get_model_config().dtype
         kv_dtype = _KV_DTYPES.get(args.kv_cache_dtype, dtype)
         if why := why_not_fa3(torch.cuda.get_device_capability(), dtype, kv_dtype):
             raise DFlashError(f"{flag} cannot run here, because {why}: choose triton or auto.")
+
+
+def _has_latents(args: ServerArgs) -> bool:
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return args.get_model_config().attention_arch == AttentionArch.MLA
 
 
 def _choose_worker(args: ServerArgs) -> None:

@@ -50,11 +50,6 @@ def check_linear_attention(args: ServerArgs) -> None:
             f"--enable-streaming-session is not supported with DFLASH and {args.model_path}, of whose linear attention "
             "a session keeps no states: leave it out."
         )
-    if args.speculative_dflash_attention not in ("auto", "backend"):
-        raise DFlashError(
-            f"--speculative-dflash-attention {args.speculative_dflash_attention} is not supported with "
-            f"{args.model_path}, whose rounds have linear attention and run without CUDA graphs: leave it out."
-        )
     for field in (
         "linear_attn_backend",
         "linear_attn_decode_backend",

@@ -136,9 +136,7 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     # The draft model runs and stores its K/V in the target's dtype (see drafter/load.py).
     itemsize = torch.finfo(target.dtype).bits // 8
-    rounds = 0
-    if runner.mambaish_config is None:  # else none are captured
-        rounds = round_buffers(args, config, target.vocab_size, itemsize, target.context_len)
+    rounds = round_buffers(args, config, target.vocab_size, itemsize, target.context_len)
     positions = rope_positions(args, target.context_len)
     needs = draft_memory(config, runner.tp_size, itemsize, positions, rounds)
     left = rest_gib - (needs.weights + needs.rounds) / GIB

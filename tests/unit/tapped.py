@@ -26,6 +26,7 @@ from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 from sglang.srt.models.registry import ModelRegistry
 
 from sglang_dflash.cpu.linear_attention import hybrid_backend
+from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.round.target import tap_target
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 from tests.unit.decoders import SIZES
@@ -84,10 +85,18 @@ class Target:
             self.pool = MHATokenToKVPool(layer_num=layers, **shape, **heads)
 
     @torch.no_grad()
-    def run(self, ids: torch.Tensor, start: int, mode: ForwardMode, **more: Any):
+    def run(
+        self,
+        ids: torch.Tensor,
+        start: int,
+        mode: ForwardMode,
+        attention: BlockAttention | None = None,
+        **more: Any,
+    ):
         """Tokens of one request from position `start` on: a prompt, a piece of one, or a block.
 
         Args:
+            attention: of a block as graphs run it; None for the backend's.
             more: what else the batch has.
         """
         positions, end = torch.arange(start, start + len(ids)), start + len(ids)
@@ -114,7 +123,11 @@ class Target:
             capture_hidden_mode=CaptureHiddenMode.NULL,
             **more,
         )
-        self.backend.init_forward_metadata(batch)
+        if attention is None:
+            self.backend.init_forward_metadata(batch)
+        else:
+            attention.prepare()
+            attention.take(batch)
         return self.model(ids, positions, batch)
 
 

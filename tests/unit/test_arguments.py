@@ -13,7 +13,6 @@ from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3NextConfig
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.serving.linear_attention import check_linear_attention
 from tests.unit.decoders import DELTA_NETS, SIZES, write_drafter
 from tests.unit.drafters import save, speculators_config
 
@@ -258,14 +257,6 @@ def test_linear_attention_refused(
     if overlaps:
         overlap(monkeypatch)
     assert named in refusal(**linear | changes)
-
-
-def test_linear_attention_in_graphs(linear: dict) -> None:
-    """On a CPU the flag alone is refused."""
-    args = arguments(**linear)
-    args.speculative_dflash_attention = "triton"
-    with pytest.raises(DFlashError, match="--speculative-dflash-attention triton .* without CUDA"):
-        check_linear_attention(args)
 
 
 def test_help_names_the_flags() -> None:

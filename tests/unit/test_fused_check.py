@@ -45,13 +45,17 @@ def no_tilings() -> Tilings:
     return Tilings("CPU", 1, lambda *_: pytest.fail("nothing is to be timed"))
 
 
-def trials_of(model: nn.Module, pool: MHATokenToKVPool, causal: bool) -> list[TrialBlocks]:
+def trials_of(
+    model: nn.Module, pool: MHATokenToKVPool, causal: bool, requests: int = 8
+) -> list[TrialBlocks]:
     """On a runner that has what trials read."""
     runner = SimpleNamespace(
         model=model,
         page_size=pool.page_size,
         token_to_kv_pool=pool,
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, CONTEXT, dtype=torch.int32)),
+        req_to_token_pool=SimpleNamespace(
+            size=requests, req_to_token=torch.zeros(1, CONTEXT, dtype=torch.int32)
+        ),
         model_config=SimpleNamespace(vocab_size=SMALL["vocab_size"]),
         attn_backend=None,
         spec_algorithm=None,
@@ -209,6 +213,14 @@ def test_a_drafter(draft: DraftRunner, caplog: pytest.LogCaptureFixture) -> None
     assert said.startswith(
         f"DFLASH runs the drafter with {ATTENTION} instead of {LAYERS}, because "
     )
+
+
+def test_no_more_requests_than_can_run() -> None:
+    """States of linear attention have places for so many."""
+    target = Target()
+    assert [len(each.round.rows) for each in trials_of(target.model, target.pool, True)] == [1, 3]
+    (one,) = trials_of(target.model, target.pool, True, requests=2)
+    assert len(one.round.rows) == 1
 
 
 def test_difference() -> None:

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.cpu.linear_attention import delta_net
+from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.round.linear_states import LinearStates
 from sglang_dflash.round.state import RequestState
 from tests.unit.decoders import MASK, SIZES, write_target
@@ -76,6 +77,35 @@ def test_rounds(folders: tuple[Path, Path], seed: int) -> None:
     assert_close(states_at(target, 1), states_at(prompted(folders, ids[:at]), 1))
     assert tracked > 0
     assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:tracked]), 1))
+
+
+def test_attention_of_graphs(folders: tuple[Path, Path]) -> None:
+    """What takes the backend's place leaves it linear attention: rows and the states after each are the backend's."""
+    ids = torch.randint(4, SIZES["vocab_size"], (2 * WIDTH,))
+    table = 1 + torch.arange(2 * WIDTH, dtype=torch.int32)[None]
+    made = []
+    for graphed in (False, True):
+        target, attention = prompted(folders, ids[:WIDTH]), None
+        if graphed:
+            runner = SimpleNamespace(page_size=1, token_to_kv_pool=target.pool)
+            attention = TritonBlockAttention(
+                runner, torch.tensor([2 * WIDTH], dtype=torch.int32), table, WIDTH, True, False
+            )
+        rows = target.run(ids[WIDTH:], WIDTH, ForwardMode.TARGET_VERIFY, attention)
+        cache = target.states.mamba_pool.mamba_cache
+        windows, states = cache.intermediate_conv_window[0], cache.intermediate_ssm
+        made.append([rows.hidden_states, rows.taps, windows[:, 0], states[:, 0]])
+    assert_close(made[1], made[0])
+
+
+@pytest.mark.parametrize("requests", [4, 40])
+def test_what_pads_a_batch(folders: tuple[Path, Path], requests: int) -> None:
+    """Has the states of no request, also where more requests run than there are slots of states."""
+    pool, state = Target(*folders).states, RequestState(requests, "cpu")
+    before = pool.req_index_to_mamba_index_mapping.clone()
+    LinearStates(pool, state, INTERVAL)
+    assert pool.get_mamba_indices(torch.tensor([state.padding_row])).tolist() == [0]
+    assert torch.equal(pool.req_index_to_mamba_index_mapping[: len(before)], before)
 
 
 def test_a_request_that_ends_inside_a_block(folders: tuple[Path, Path]) -> None:
