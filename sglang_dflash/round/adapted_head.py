@@ -26,7 +26,7 @@ class AdaptedHead:
     info: LoRABatchInfo
     owners: torch.Tensor
 
-    def at(self, rows: torch.Tensor) -> AdaptedHead:
+    def at(self, rows: slice | torch.Tensor) -> AdaptedHead:
         """Over some of the rows ([n] int64)."""
         return replace(self, owners=self.owners[rows])
 

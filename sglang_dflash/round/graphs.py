@@ -13,18 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
-from sglang_dflash.gpu.targets import Body
 from sglang_dflash.round.accept import Accepted
-from sglang_dflash.round.block_model import BlockModel
+from sglang_dflash.round.adapters import AdapterBuffers
+from sglang_dflash.round.captured_models import (
+    CapturedAdaptedTarget,
+    CapturedModel,
+    CapturedTarget,
+    CapturedWindowedModel,
+)
 from sglang_dflash.round.costs import Staircase, milliseconds, orderly
-from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
@@ -36,11 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
-    """What a graph was captured for: a batch bucket, a width, and whether contexts are short."""
+    """What a graph was captured for: a batch bucket, a width, short contexts or all, LoRA adapters or none."""
 
     bucket: int
     width: int
     short: bool
+    adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,55 +97,6 @@ class Attention(NamedTuple):
     target: type[BlockAttention]
 
 
-class CapturedModel(BlockModel):
-    """Runs blocks while a graph is captured, with attention that the graph prepares."""
-
-    def __init__(self, runner: ModelRunner, attention: BlockAttention):
-        super().__init__(runner)
-        self.attention = attention
-
-    def prepare(self) -> None:
-        """Before the round's stages, when lengths and page table are filled."""
-        self.attention.prepare()
-
-    def forward(self, batch: ForwardBatch) -> Any:
-        self.attention.take(batch)
-        return self.runner.model.forward(batch.input_ids, batch.positions, batch)
-
-
-class CapturedTarget(CapturedModel):
-    """The target, its layers fused where they can be."""
-
-    def __init__(self, runner: ModelRunner, attention: BlockAttention, body: Body | None):
-        super().__init__(runner, attention)
-        self.body = body
-
-    def forward(self, batch: ForwardBatch) -> Any:
-        if self.body is None:
-            return super().forward(batch)
-        self.attention.take(batch)
-        model = self.runner.model
-        x, taps = self.body(batch.input_ids, batch.positions, batch)
-        return model.logits_processor(batch.input_ids, x, model.lm_head, batch, taps)
-
-
-class CapturedWindowedModel(CapturedModel):
-    """The draft model behind its window."""
-
-    def __init__(self, runner: ModelRunner, attention: BlockAttention, window: DraftWindow):
-        super().__init__(runner, attention)
-        self.window = window
-
-    def prepare(self) -> None:
-        """What it sees is only known in `run`."""
-
-    def run(self, round: Round, tokens: torch.Tensor, capture: CaptureHiddenMode) -> Any:
-        seen = self.window.look(round)
-        self.window.page(seen, self.attention.cache_lengths, self.attention.page_table)
-        self.attention.prepare()
-        return super().run(seen, tokens, capture)
-
-
 class RoundGraphs:
     """Graphs by (batch bucket, width, short or long contexts).
 
@@ -177,14 +131,22 @@ class RoundGraphs:
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, Captured] = {}
         self.body = fuse_models(parts, *attention, largest, self.widths[-1])
-        self._capture_all()
+        self.pool = torch.cuda.graph_pool_handle()
+        self._adapters: AdapterBuffers | None = None
+        self._capture_all("rounds", self._keys())
 
-    def key(self, start_bounds: torch.Tensor, width: int) -> Key | None:
-        """The graph for a round ([bs] int64 on the host), or None if none was captured for it."""
+    def key(self, start_bounds: torch.Tensor, width: int, adapted: bool = False) -> Key | None:
+        """The graph for a round ([bs] int64 on the host), or None if none was captured for it.
+
+        Args:
+            adapted: whether requests have LoRA adapters.
+        """
         batch_size = len(start_bounds)
         if batch_size > self.sizes[-1] or width not in self.widths:
             return None
-        return self._key(batch_size, int(start_bounds.max()) + width, width)
+        key = self._key(batch_size, int(start_bounds.max()) + width, width)
+        key = key._replace(adapted=adapted)
+        return key if key in self._graphs else None
 
     def _key(self, batch_size: int, longest: int, width: int) -> Key:
         bucket = self.sizes[bisect.bisect_left(self.sizes, batch_size)]
@@ -253,18 +215,28 @@ class RoundGraphs:
             for attention, model in zip(self.attention, models, strict=True)
         )
 
-    def _capture_all(self) -> None:
+    def capture_adapted(self, widths: Iterable[int]) -> None:
+        """Rounds of requests with LoRA adapters, too; the target has its LoRA layers now.
+
+        Args:
+            widths: that these may have.
+        """
+        self._adapters = self.parts.adapters.make_buffers(self.sizes[-1])
+        keys = [key._replace(adapted=True) for key in self._keys() if key.width in widths]
+        self._capture_all("rounds with LoRA adapters", keys)
+
+    def _capture_all(self, what: str, keys: list[Key]) -> None:
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        self.pool = torch.cuda.graph_pool_handle()
         with freeze_gc(False), model_capture_mode(), graph_capture() as context:
-            for key in self._keys():
+            for key in keys:
                 self._graphs[key] = self._capture(key, self.pool, context.stream)
         self.rows.fill_(self.parts.state.padding_row)
         logger.info(
-            "DFLASH captured %d graphs of rounds (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
-            len(self._graphs),
+            "DFLASH captured %d graphs of %s (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
+            len(keys),
+            what,
             self.sizes,
-            self.widths,
+            sorted({key.width for key in keys}),
             time.perf_counter() - begin,
             (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
         )
@@ -292,7 +264,10 @@ class RoundGraphs:
 
         draft, target = self.parts.draft.runner, self.parts.target.runner
         causal = self.attention.target(target, lengths, page_table, key.width, True, key.short)
-        captured = CapturedTarget(target, causal, self.body)
+        if key.adapted:
+            captured = CapturedAdaptedTarget(target, causal, self._adapters, key.bucket)
+        else:
+            captured = CapturedTarget(target, causal, self.body)
         if (window := self.parts.window) is not None:
             lengths = torch.zeros_like(lengths)
             page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
@@ -332,7 +307,8 @@ class RoundGraphs:
         if key.width > 1:  # else nothing is drafted
             draft.prepare()
         drafts, estimate = propose(draft, round), None
-        if self.survival is not None and drafts.margins is not None:
+        # What is learned is of the target alone; with adapters all rows are verified.
+        if self.survival is not None and drafts.margins is not None and not key.adapted:
             drawn, ended = self.drawn[: key.bucket], parts.state.ended
             estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
         return Proposed(round, drafts.tokens, estimate)

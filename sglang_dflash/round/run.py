@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.round.graphs import Proposed, RoundGraphs
+    from sglang_dflash.round.graphs import Key, Proposed, RoundGraphs
     from sglang_dflash.round.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger(__name__)
@@ -131,14 +131,14 @@ class RoundRunner:
             sampling: how to draw; None for the likeliest tokens.
             cut: whether a row may have no slot.
             total: how many rows of all blocks are verified; None for all.
-            adapters: of each request; if one has any, the round runs kernel by kernel, with all rows.
+            adapters: of each request; if one has any, all rows are verified.
 
         Returns:
             Launches the rest; to be called before the next round. Draws may need tokens that are known only then.
         """
         parts, graphs = self.parts, self.graphs
         adapted = has_adapters(adapters)
-        if adapted or graphs is None or (key := graphs.key(start_bounds, width)) is None:
+        if graphs is None or (key := graphs.key(start_bounds, width, adapted)) is None:
             round = Round.open(
                 parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
             )
@@ -148,16 +148,27 @@ class RoundRunner:
             if blocks.target.adapted is None:
                 return lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
             parts.adapters.hold(adapters)
-            return partial(self._accept_adapted, blocks, sampling, fell_back)
+            return self._held(
+                lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
+            )
         proposed = graphs.propose(key, rows, sampling)
         sampling = sampling and sampling.after(proposed.draft_tokens)
+        if adapted:
+            parts.adapters.buffers.fill(adapters)
+            parts.adapters.hold(adapters)
+            return self._held(self._verify(key, proposed, sampling))
         if total is None:
-            graphs.verify(key)
-            if sampling is None:
-                return lambda: _told(*graphs.accept(key, len(rows)))
-            return partial(self._accept, proposed, graphs.blocks(key, len(rows)), sampling)
+            return self._verify(key, proposed, sampling)
         blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total))
         return partial(self._accept, proposed, blocks, sampling)
+
+    def _verify(self, key: Key, proposed: Proposed, sampling: Sampling | None) -> Finish:
+        """The target's pass over whole blocks, from a graph."""
+        graphs, requests = self.graphs, len(proposed.draft_tokens)
+        graphs.verify(key)
+        if sampling is None:
+            return lambda: _told(*graphs.accept(key, requests))
+        return partial(self._accept, proposed, graphs.blocks(key, requests), sampling)
 
     def holds_prompts(
         self, start_bounds: torch.Tensor, width: int, rows: int, prompts: ModelWorkerBatch
@@ -194,13 +205,16 @@ class RoundRunner:
         result = prefill()
         return partial(self._accept, proposed, self.prompt_graphs.leave(), sampling), result
 
-    def _accept_adapted(
-        self, blocks: Blocks, sampling: Sampling | None, fell_back: str | None
-    ) -> RoundResult:
-        try:
-            return RoundResult(*accept_blocks(self.parts, blocks, sampling), fell_back)
-        finally:
-            self.parts.adapters.let_go()
+    def _held(self, finish: Finish) -> Finish:
+        """Lets adapters go when the rest of a round that holds them is launched."""
+
+        def finish_and_let_go() -> RoundResult:
+            try:
+                return finish()
+            finally:
+                self.parts.adapters.let_go()
+
+        return finish_and_let_go
 
     def _accept(self, proposed: Proposed, blocks: Blocks, sampling: Sampling | None) -> RoundResult:
         """The result of a round, of which the next ones have learned what drafts are worth."""
@@ -257,7 +271,7 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         return RoundRunner(parts)
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
     passes = sizes_of_prompts(server_args, attention.target, sizes[-1] * max(widths))
-    survival = None
+    survival, adapted_widths = None, widths
     if server_args.speculative_dflash_verify == AUTO and passes:
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
         widths = [1, *widths]
@@ -265,6 +279,8 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     with nullcontext() if parts.adapters is None else parts.adapters.taken_off():
         rounds = RoundGraphs(parts, attention, sizes, widths, survival)
         prompts = PromptGraphs(parts, rounds, passes) if passes else None
+    if parts.adapters is not None and parts.adapters.can_be_captured:
+        rounds.capture_adapted(adapted_widths)
     # Where the release's own graphs of prompts would be.
     parts.target.runner.piecewise_cuda_graph_runner = prompts
     return RoundRunner(parts, rounds, prompts)

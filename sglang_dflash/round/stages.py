@@ -46,11 +46,13 @@ class Blocks:
     def first(self, requests: int) -> Blocks:
         """Those of the first requests, where the others only pad the batch."""
         rows = requests * (self.draft_tokens.shape[1] + 1)
+        adapted = self.target.adapted
+        adapted = None if adapted is None else adapted.at(slice(rows))
         return Blocks(
             self.rows[:requests],
             self.positions[:rows],
             self.draft_tokens[:requests],
-            replace(self.target, hidden_states=self.target.hidden_states[:rows]),
+            replace(self.target, hidden_states=self.target.hidden_states[:rows], adapted=adapted),
         )
 
 

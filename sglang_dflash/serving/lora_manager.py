@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,10 @@ class CheckingLoRAManager(LoRAManager):
     ) -> None:
         """Brings adapters of a batch to the device, in the place of others that nobody reads."""
         super().fetch_new_loras(set(new_loras), set(running_loras) | self.held)
+
+    def places_of(self, ids: Iterable[str | None]) -> list[int]:
+        """Where in the pool adapters are that were fetched; None, no adapter, has a place, too."""
+        return [self.memory_pool.get_buffer_id(each) for each in ids]
 
     def name_of(self, lora_id: str) -> str:
         """What its users call an adapter."""

@@ -103,7 +103,8 @@ def round_buffers(
     rows = max(buckets) * args.speculative_num_draft_tokens
     logits = -(-vocab_size // args.tp_size)
     taps = 2 * len(config.taps) * config.target_hidden_size
-    kinds = 1 if args.speculative_dflash_verify == "all" else 2  # those of bonus tokens alone, too
+    # Those of bonus tokens alone, and of the target with its LoRA layers, too.
+    kinds = 1 + (args.speculative_dflash_verify != "all") + bool(args.enable_lora)
     rounds = _GRAPHS + kinds * len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
     passes = row_sizes(rows, args.piecewise_cuda_graph_max_tokens)
     if not passes:

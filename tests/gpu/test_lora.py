@@ -1,4 +1,4 @@
-"""LoRA adapters on a GPU: what is captured is the target alone, and rounds with adapters go past it.
+"""LoRA adapters on a GPU: rounds are captured with the target alone, and with its LoRA layers.
 
 Written where there was no GPU; it has not run yet.
 """
@@ -67,24 +67,18 @@ def test_equal(adapted: Server, reference: Server, prompts: list[str], at_once: 
         expected = list(pool.map(lambda each: ask(reference, *each), asked))
     for (prompt, name), answer, its in zip(asked, answers, expected, strict=True):
         assert_same(answer, its, reference, prompt, adapter=name)
-    assert counted(adapted)["fallbacks_total", "adapters"] > 0
+    fallbacks = counted(adapted)
+    assert not fallbacks["fallbacks_total", "adapters"] + fallbacks["fallbacks_total", "no_graph"]
     adapted.check_idle()
 
 
-def test_target_alone_is_captured(adapted: Server, prompts: list[str]) -> None:
-    """Its rounds are replayed, and faster than those that are not."""
-    ask(adapted, prompts[20], None)
-    before, took = counted(adapted), {}
+def test_times(adapted: Server, prompts: list[str]) -> None:
+    """Printed, with an adapter and without one; drafts are accepted in both."""
     for name in (None, "layers"):
+        ask(adapted, prompts[20], name)
         begin = time.perf_counter()
         answers = [ask(adapted, prompt, name) for prompt in prompts[21:29]]
+        took = time.perf_counter() - begin
         rounds = sum(each["meta_info"]["spec_verify_ct"] for each in answers)
-        took[name] = (time.perf_counter() - begin) / rounds
-        moved = counted(adapted) - before
-        assert moved["fallbacks_total", "no_graph"] == 0
-        assert (moved["fallbacks_total", "adapters"] > 0) == (name is not None)
-        assert name is not None or accept_length(answers) > 1
-    print(
-        f"ms a round: captured {1e3 * took[None]:.2f}, with an adapter {1e3 * took['layers']:.2f}"
-    )
-    assert took[None] < took["layers"]
+        assert accept_length(answers) > 1
+        print(f"adapter {name}: {1e3 * took / rounds:.2f} ms a round")

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -25,6 +25,7 @@ from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.round import run
 from sglang_dflash.round.accept import Accepted
+from sglang_dflash.round.adapters import Ids
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.graphs import Attention, Proposed
 from sglang_dflash.round.opened import Round
@@ -84,6 +85,20 @@ def target_alone(parts: Parts) -> AbstractContextManager[None]:
     return nullcontext() if parts.adapters is None else parts.adapters.taken_off()
 
 
+class EagerKey(NamedTuple):
+    """Of what graphs are told apart by, what matters without them."""
+
+    width: int
+    adapted: bool
+
+
+class EagerBuffers:
+    """Stands for `AdapterBuffers`: the adapters of the round that runs next."""
+
+    def fill(self, ids: Ids) -> None:
+        self.ids = ids
+
+
 class EagerRounds:
     """Stands for `RoundGraphs`: a round of any number of requests, kernel by kernel."""
 
@@ -94,26 +109,32 @@ class EagerRounds:
         self.parts, self.survival = parts, survival
         self.sizes, self.widths = [parts.max_requests], sorted(widths)
 
-    def key(self, start_bounds: torch.Tensor, width: int) -> int:
-        return width
+    def key(self, start_bounds: torch.Tensor, width: int, adapted: bool = False) -> EagerKey:
+        return EagerKey(width, adapted)
 
-    def verify(self, width: int) -> None:
+    def verify(self, key: EagerKey) -> None:
         parts, (round, drafts) = self.parts, self._proposed
+        if key.adapted:
+            target = parts.adapters.model(parts.adapters.buffers.ids)
+            self._blocks = verify_blocks(parts, round, drafts, target)
+            return
         with target_alone(parts):
             self._blocks = verify_blocks(parts, round, drafts, parts.target)
 
-    def blocks(self, width: int, requests: int) -> Blocks:
+    def blocks(self, key: EagerKey, requests: int) -> Blocks:
         return self._blocks
 
-    def accept(self, width: int, requests: int) -> tuple[Accepted, torch.Tensor | None]:
+    def accept(self, key: EagerKey, requests: int) -> tuple[Accepted, torch.Tensor | None]:
         accepted, _ = accept_blocks(self.parts, self._blocks)
         estimate = self._estimate
-        return accepted, estimate and self.survival.learn(estimate, width, accepted.lengths)
+        return accepted, estimate and self.survival.learn(estimate, key.width, accepted.lengths)
 
-    def propose(self, width: int, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
-        round, estimate = self._open(width, rows), None
+    def propose(
+        self, key: EagerKey, rows: torch.Tensor, sampling: Sampling | None = None
+    ) -> Proposed:
+        round, estimate = self._open(key.width, rows), None
         drafts = propose(self.parts.draft, round)
-        if drafts.margins is not None:
+        if drafts.margins is not None and not key.adapted:
             drawn = torch.zeros_like(rows)
             tell_who_draws(drawn, sampling)
             ended = self.parts.state.ended
@@ -176,6 +197,8 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         widths = [1, *widths]
     rounds = EagerRounds(parts, widths, survival)
     most = server_args.piecewise_cuda_graph_max_tokens
+    if parts.adapters is not None:
+        parts.adapters.buffers = EagerBuffers()
     passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))
     parts.target.runner.piecewise_cuda_graph_runner = passes
     return RoundRunner(parts, rounds, passes)

@@ -363,8 +363,8 @@ def _narrow_target(folder: Path) -> Path:
 def test_beside_graphs(
     logs: Path, flags: tuple[str, ...], plain: Server, asked: list[Asked], expected: list[dict]
 ) -> None:
-    """Where graphs are, those of the target alone are replayed, with prompts in them and with some rows of blocks; a
-    round with an adapter in it, or a prompt of one, is not."""
+    """Where graphs are, those of the target alone are replayed, with prompts in them and with some rows of blocks; and
+    those of the target with its LoRA layers, with whole blocks, for a round with an adapter in it."""
     given = ("--enable-metrics", "--piecewise-cuda-graph-max-tokens", "320")
     ragged = {"SGLANG_DFLASH_RANDOM_ROWS": "1"}
     launcher, worker = ("tests.server.eager_passes",), CHOSEN_WORKERS[-1]
@@ -383,5 +383,7 @@ def test_beside_graphs(
         answers = ask_all(server, asked, 12)
         for each, answer, its in zip(asked, answers, expected, strict=True):
             assert_same(answer, its, plain, each[0], adapter=each[1])
-        assert counted(server)["fallbacks_total", "adapters"] > 0
+        after = counted(server)
+        assert after["planned_rounds_total", "whole"] > seen["planned_rounds_total", "whole"]
+        assert not after["fallbacks_total", "adapters"] and not after["fallbacks_total", "no_graph"]
         server.check_idle()

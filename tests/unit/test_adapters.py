@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+from sglang.srt.lora.backend.chunked_backend import ChunkedSgmvLoRABackend
+from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -21,6 +24,7 @@ from sglang_dflash.checkpoint.adapter import check_adapter, check_limits, read_a
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.round.adapted_head import AdaptedHead
+from sglang_dflash.round.adapters import AdapterBuffers
 from sglang_dflash.serving.adapters import named_paths, until_unused
 from sglang_dflash.serving.lora_manager import CheckingLoRAManager
 from tests.server.adapters import ATTENTION, ENDS, MLP, write_adapter
@@ -279,6 +283,50 @@ def test_segments_of_a_gpu(order: torch.Tensor | None) -> None:
     assert made.max_len == (1 if order is None else 16)
     assert order is None or made.permutation.tolist() == [0, 1, 2]
     assert made.lora_ranks is RANKS and made.scalings is SCALINGS
+
+
+class Manager:
+    """The pool of adapters has a at place 2, b at 1 and none at 0."""
+
+    max_loras_per_batch, lm_head_module = 3, None
+    loras = {
+        name: SimpleNamespace(config=SimpleNamespace(r=int(RANKS[place])), scaling=SCALINGS[place])
+        for name, place in (("a", 2), ("b", 1))
+    }
+
+    def __init__(self, backend: BaseLoRABackend):
+        self.lora_backend, self.fetched = backend, []
+
+    def fetch_new_loras(self, names: set[str | None]) -> None:
+        self.fetched.append(names)
+
+    def places_of(self, names: Iterable[str | None]) -> list[int]:
+        return [{"a": 2, "b": 1, None: 0}[name] for name in names]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_lora.py does this")
+@pytest.mark.parametrize("name", ["triton", "csgmv"])
+@pytest.mark.parametrize("width", [2, 5, 20])
+def test_what_captured_rounds_read(name: str, width: int) -> None:
+    """The release's kernels over blocks, in Triton's interpreter: what was filled in counts, not what was captured."""
+    given = dict(max_loras_per_batch=3, device="cpu", server_args=None)
+    if name == "csgmv":
+        given["server_args"] = SimpleNamespace(max_lora_chunk_size=16)
+    backend = {"triton": TritonLoRABackend, "csgmv": ChunkedSgmvLoRABackend}[name](**given)
+    buffers = AdapterBuffers(Manager(backend), 4, "cpu")
+    info = buffers.segments(4, width)
+    a, b, ends = torch.randn(3, 16, 32), torch.randn(3, 64, 16), torch.tensor([0, 64])
+    for ids in (["a", None, "b"], ["b", "b", "a", None], ["a"]):
+        buffers.fill(ids)
+        x, base = torch.randn(4 * width, 32), torch.randn(4 * width, 64)
+        with buffers.over(info):
+            inner = backend.run_lora_a_sgemm(x, a)
+            made = backend.run_lora_b_sgemm(inner, b, output_offset=ends, base_output=base.clone())
+        owners = [place for place in buffers._manager.places_of(ids) for _ in range(width)]
+        ours = slice(len(owners))
+        added = expected(x[ours], a, b, owners)
+        torch.testing.assert_close(made[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
+    assert buffers._manager.fetched[1] == {"a", "b", None}
 
 
 def test_config_is_what_peft_writes(tmp_path: Path) -> None:

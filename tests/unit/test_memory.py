@@ -95,6 +95,7 @@ def test_captured_rounds() -> None:
         tp_size=2,
         piecewise_cuda_graph_max_tokens=None,
         speculative_dflash_verify="all",
+        enable_lora=None,
     )
     more = round_buffers(args, config, 150_000, 2, 4096)
     args.cuda_graph_bs = [1, 8, 16]
@@ -109,5 +110,7 @@ def test_captured_rounds() -> None:
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
     args.speculative_dflash_verify = "auto"
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 6 * 14) << 20
+    args.enable_lora = True
+    assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 9 * 14) << 20
     args.disable_cuda_graph = True
     assert round_buffers(args, config, 150_000, 2, 4096) == 0
