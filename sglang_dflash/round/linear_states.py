@@ -88,25 +88,28 @@ class RoundStates:
     tracked: torch.Tensor | None
     interval: int
 
-    def keep(self, rows: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+    def keep(self, rows: torch.Tensor, width: int, tokens: torch.Tensor | None = None) -> None:
         """Makes states those after the first `rows` ([bs] int64, at least one) of each request.
 
         Args:
+            width: rows of the round's blocks.
             tokens: [bs] int64, how many the request took, where it ended before.
         """
-        self._write(self.slots, rows - 1)
+        self._write(self.slots, rows - 1, width)
         if self.tracked is None:
             return
         # The scheduler goes by the same: it takes for granted that nothing is written where it sees no crossing.
         ends = self.starts + (rows if tokens is None else tokens)
         crossed = ends // self.interval != (self.starts + 1) // self.interval
         last = ends // self.interval * self.interval - self.starts - 1
-        self._write(self.tracked, last.masked_fill(~crossed, -1))
+        self._write(self.tracked, last.masked_fill(~crossed, -1), width)
 
-    def _write(self, slots: torch.Tensor, steps: torch.Tensor) -> None:
+    def _write(self, slots: torch.Tensor, steps: torch.Tensor, width: int) -> None:
         """States after each request's row `steps` ([bs] int64) go to `slots`; none where that is negative."""
-        cache = self.cache
-        pairs = [(cache.temporal, cache.intermediate_ssm)]
+        cache, recurrent = self.cache, self.cache.intermediate_ssm
+        if recurrent.is_cuda:
+            recurrent = as_kernels_write(recurrent, width)
+        pairs = [(cache.temporal, recurrent)]
         pairs += zip(cache.conv, cache.intermediate_conv_window, strict=True)
         for states, after_rows in pairs:
             if states.is_cuda:
@@ -118,3 +121,16 @@ class RoundStates:
                 continue
             found = (steps >= 0).nonzero().flatten()
             states[:, slots[found].long()] = after_rows[:, found, steps[found]]
+
+
+def as_kernels_write(after_rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Recurrent states after rows of blocks, which the release's kernel writes without a gap between blocks.
+
+    Args:
+        after_rows: [layers, requests, rows of the widest block, ...].
+        width: rows of the blocks; a divisor of the second and third size multiplied.
+
+    Returns:
+        A view of the same, [layers, at least as many requests, width, ...].
+    """
+    return after_rows.flatten(1, 2).unflatten(1, (-1, width))

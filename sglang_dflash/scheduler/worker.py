@@ -40,7 +40,7 @@ class DFlashWorker(DFlashWorkerBase):
                 rows_run(req, len(tokens)) for req, tokens in zip(batch.reqs, taken, strict=True)
             ]
             rows, counted = torch.tensor([ran, [len(tokens) for tokens in taken]])
-            states.keep(rows.to(batch.device), counted.to(batch.device))
+            states.keep(rows.to(batch.device), tokens.shape[1], counted.to(batch.device))
         self._advance(batch, accepted.lengths, lengths)
         committed = [token for tokens in taken for token in tokens]
         return GenerationBatchResult(

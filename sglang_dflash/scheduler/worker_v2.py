@@ -104,7 +104,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         """What a round gives, filled in."""
         result = finish()
         if states is not None:
-            states.keep(result.accepted.lengths)
+            states.keep(result.accepted.lengths, result.accepted.tokens.shape[1])
         self.note_launched()
         launched.logits_output = result.output or LogitsProcessorOutput(next_token_logits=None)
         launched.next_token_ids = result.accepted.tokens.flatten()

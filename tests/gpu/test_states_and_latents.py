@@ -86,3 +86,32 @@ def test_equal(
                     assert_tie(answer["output_ids"], ids, plain, prompt)
             assert accept_length(answers) > 1.1
         server.check_idle()
+
+
+@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+def test_random_widths(
+    worker: str,
+    drafter: Path,
+    pair: tuple[str, Path, Server, list[list[int]]],
+    logs: Path,
+) -> None:
+    """States and latents of 1,000 rounds of many widths, and prompts behind what they leave in the prefix cache."""
+    name, folder, plain, expected = pair
+    widths = {"SGLANG_DFLASH_RANDOM_WIDTHS": "1,2,4,8,16"}
+    given = ("--model-path", str(folder), "--skip-tokenizer-init")
+    given += ("--speculative-draft-model-path", str(drafter))
+    log = logs / f"{name}-{worker}-widths.log"
+    rounds = 0
+    with running(log, *given, worker=worker, **ONCE_IDLE, **widths) as server:
+        while rounds < 1000:
+            answers = server.generate_all(PROMPTS, 4, **TOKENS)
+            rounds += sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+            for prompt, answer, ids in zip(PROMPTS, answers, expected, strict=True):
+                if answer["output_ids"] != ids:
+                    assert_tie(answer["output_ids"], ids, plain, prompt)
+        later = [ids + answer[:60] for ids, answer in zip(PROMPTS, expected, strict=True)]
+        for prompt, answer in zip(later, server.generate_all(later, 4, **TOKENS), strict=True):
+            reference = plain.generate(prompt, **TOKENS)["output_ids"]
+            if answer["output_ids"] != reference:
+                assert_tie(answer["output_ids"], reference, plain, prompt)
+        server.check_idle()

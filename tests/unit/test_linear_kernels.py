@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import (
     fused_sigmoid_gating_delta_rule_update,
@@ -14,6 +15,7 @@ from sglang.srt.layers.attention.mamba.mamba_state_scatter_triton import (
 )
 
 from sglang_dflash.cpu.linear_attention import delta_net
+from sglang_dflash.round.linear_states import as_kernels_write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 WIDTH, REQUESTS, SLOTS, KERNEL = 5, 3, 6, 4
@@ -21,7 +23,9 @@ K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 4, 8
 CHANNELS = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
 
 
-def test_blocks() -> None:
+@pytest.mark.parametrize("widest", [WIDTH, 2 * WIDTH])
+def test_blocks(widest: int) -> None:
+    """Also of blocks that are narrower than the server's."""
     torch.manual_seed(0)
     layer = SimpleNamespace(
         conv_weights=torch.randn(CHANNELS, KERNEL, device=DEVICE),
@@ -42,8 +46,8 @@ def test_blocks() -> None:
     a, b = (torch.randn(REQUESTS * WIDTH, V_HEADS, device=DEVICE) for _ in range(2))
     places = torch.arange(REQUESTS, dtype=torch.int32, device=DEVICE)
     # As the release allocates them: one more request than can run.
-    windows = torch.zeros(REQUESTS + 1, WIDTH, CHANNELS, KERNEL - 1, device=DEVICE)
-    states = torch.zeros(REQUESTS + 1, WIDTH, V_HEADS, V_DIM, K_DIM, device=DEVICE)
+    windows = torch.zeros(REQUESTS + 1, widest, CHANNELS, KERNEL - 1, device=DEVICE)
+    states = torch.zeros(REQUESTS + 1, widest, V_HEADS, V_DIM, K_DIM, device=DEVICE)
 
     convolved = causal_conv1d_update(
         mixed.view(REQUESTS, WIDTH, -1).transpose(1, 2),
@@ -78,10 +82,11 @@ def test_blocks() -> None:
         cache_steps=WIDTH,
     )
     assert torch.equal(ssm, before)
+    states = as_kernels_write(states[None], WIDTH)[0]
     for request, slot in enumerate(slots.tolist()):
         own = slice(request * WIDTH, (request + 1) * WIDTH)
         expected = delta_net(layer, mixed[own], a[own], b[own], conv[slot], ssm[slot])
-        found = (made.view(-1, V_HEADS, V_DIM)[own], windows[request], states[request])
+        found = (made.view(-1, V_HEADS, V_DIM)[own], windows[request, :WIDTH], states[request])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -70,7 +70,7 @@ def test_rounds(folders: tuple[Path, Path], seed: int) -> None:
         before = states_at(target, 1)
         target.run(block, at, ForwardMode.TARGET_VERIFY)
         assert all(map(torch.equal, states_at(target, 1), before))
-        round.keep(torch.tensor([accepted]))
+        round.keep(torch.tensor([accepted]), WIDTH)
         if (at + accepted) // INTERVAL != (at + 1) // INTERVAL:
             tracked = (at + accepted) // INTERVAL * INTERVAL
         at += accepted
@@ -120,10 +120,10 @@ def test_a_request_that_ends_inside_a_block(folders: tuple[Path, Path]) -> None:
     round = LinearStates(target.states, state, INTERVAL).of(row, [req])
     target.run(ids[start : start + WIDTH], start, ForwardMode.TARGET_VERIFY)
     before = states_at(target, TRACKED)
-    round.keep(torch.tensor([3]), tokens=torch.tensor([2]))
+    round.keep(torch.tensor([3]), WIDTH, tokens=torch.tensor([2]))
     assert all(map(torch.equal, states_at(target, TRACKED), before))
     assert_close(states_at(target, 1), states_at(prompted(folders, ids[:INTERVAL]), 1))
-    round.keep(torch.tensor([6]), tokens=torch.tensor([6]))
+    round.keep(torch.tensor([6]), WIDTH, tokens=torch.tensor([6]))
     assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:INTERVAL]), 1))
 
 
