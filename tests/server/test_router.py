@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,21 +53,28 @@ def routed(logs: Path) -> Iterator[Routed]:
             return stack.enter_context(server)
 
         servers = started(0), started(1)
-        port, log = free_port(), logs / "router.log"
-        arguments = ["--worker-urls", *(server.url for server in servers), "--port", str(port)]
-        arguments += ["--host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        arguments += ["--policy", "round_robin", *CHECKS.split()]
-        process = start("sglang_router.launch_router", arguments, environment(), ROOT, log)
-        router = Server(process, port, log)
-        try:
-            wait_for_healthy(router, 2)
+        with router_of(servers, "round_robin", logs) as router:
             yield Routed(router, servers, lambda: started(1))
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+
+
+@contextmanager
+def router_of(servers: Sequence[Server], policy: str, logs: Path) -> Iterator[Server]:
+    """A router in front of servers, which ends with status 0."""
+    port, log = free_port(), logs / f"router-{policy}.log"
+    arguments = ["--worker-urls", *(server.url for server in servers), "--port", str(port)]
+    arguments += ["--host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    arguments += ["--policy", policy, *CHECKS.split()]
+    process = start("sglang_router.launch_router", arguments, environment(), ROOT, log)
+    router = Server(process, port, log)
+    try:
+        wait_for_healthy(router, len(servers))
+        yield router
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def wait_for_healthy(router: Server, workers: int) -> None:
@@ -106,6 +113,22 @@ def test_answers(routed: Routed, plain: Server, prompts: list[str]) -> None:
     for prompt in asked[:2]:
         last = list(routed.router.stream(prompt))[-1]
         assert_same(last, plain.reference(prompt), plain, prompt)
+    assert all(rounds(server) > old for server, old in zip(routed.servers, before, strict=True))
+
+
+def test_cache_aware(routed: Routed, plain: Server, prompts: list[str], logs: Path) -> None:
+    """Prompts that begin alike go to one server, where both models have K/V of their beginning; others to the other."""
+    beginnings = [" ".join(prompts[n : n + 4]) for n in range(20, 36, 4)]
+    before = [rounds(server) for server in routed.servers]
+    with router_of(routed.servers, "cache_aware", logs) as router:
+        for turn, last in enumerate(prompts[40:43]):
+            asked = [f"{beginning} {last}" for beginning in beginnings]
+            # At once: beginnings that nobody has go to the server that has less to do.
+            for prompt, answer in zip(asked, router.generate_all(asked, 4), strict=True):
+                assert_same(answer, plain.reference(prompt), plain, prompt)
+                assert_speculated(answer, 2)
+                meta = answer["meta_info"]
+                assert (meta["cached_tokens"] >= 0.5 * meta["prompt_tokens"]) == (turn > 0)
     assert all(rounds(server) > old for server, old in zip(routed.servers, before, strict=True))
 
 
