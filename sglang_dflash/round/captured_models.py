@@ -11,7 +11,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.targets import Body
-from sglang_dflash.round.adapters import AdapterBuffers
+from sglang_dflash.round.adapter_buffers import AdapterBuffers
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow
 from sglang_dflash.round.opened import Round
@@ -68,7 +68,7 @@ class CapturedWindowedModel(CapturedModel):
 
 
 class CapturedAdaptedTarget(CapturedTarget):
-    """The target with its LoRA layers, of requests that may each have another adapter."""
+    """The target with its LoRA layers, over blocks of requests that may each have another adapter."""
 
     def __init__(
         self,
@@ -79,9 +79,22 @@ class CapturedAdaptedTarget(CapturedTarget):
     ):
         super().__init__(runner, attention, None)
         self._adapters = adapters
-        self._read = adapters.segments(requests, attention.width)
+        self._read = adapters.blocks(requests, attention.width)
 
     def run(self, round: Round, tokens: torch.Tensor, capture: CaptureHiddenMode) -> TargetRows:
         with self._adapters.over(self._read):
             rows = super().run(round, tokens, capture)
-        return replace(rows, adapted=self._adapters.head(self._read, round.width))
+        return replace(rows, adapted=self._adapters.head(len(round.rows), round.width))
+
+
+class CapturedAdaptedPass(CapturedTarget):
+    """Likewise, over any numbers of rows of each request."""
+
+    def __init__(self, runner: ModelRunner, attention: BlockAttention, adapters: AdapterBuffers):
+        super().__init__(runner, attention, None)
+        self._adapters = adapters
+
+    def forward(self, batch: ForwardBatch) -> Any:
+        info = self._adapters.tiles(self.attention.ends, len(batch.input_ids))
+        with self._adapters.over(info):
+            return super().forward(batch)

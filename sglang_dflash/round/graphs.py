@@ -19,7 +19,6 @@ from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
 from sglang_dflash.round.accept import Accepted
-from sglang_dflash.round.adapters import AdapterBuffers
 from sglang_dflash.round.captured_models import (
     CapturedAdaptedTarget,
     CapturedModel,
@@ -132,7 +131,6 @@ class RoundGraphs:
         self._graphs: dict[Key, Captured] = {}
         self.body = fuse_models(parts, *attention, largest, self.widths[-1])
         self.pool = torch.cuda.graph_pool_handle()
-        self._adapters: AdapterBuffers | None = None
         self._capture_all("rounds", self._keys())
 
     def key(self, start_bounds: torch.Tensor, width: int, adapted: bool = False) -> Key | None:
@@ -221,7 +219,6 @@ class RoundGraphs:
         Args:
             widths: that these may have.
         """
-        self._adapters = self.parts.adapters.make_buffers(self.sizes[-1])
         keys = [key._replace(adapted=True) for key in self._keys() if key.width in widths]
         self._capture_all("rounds with LoRA adapters", keys)
 
@@ -265,7 +262,8 @@ class RoundGraphs:
         draft, target = self.parts.draft.runner, self.parts.target.runner
         causal = self.attention.target(target, lengths, page_table, key.width, True, key.short)
         if key.adapted:
-            captured = CapturedAdaptedTarget(target, causal, self._adapters, key.bucket)
+            buffers = self.parts.adapters.buffers
+            captured = CapturedAdaptedTarget(target, causal, buffers, key.bucket)
         else:
             captured = CapturedTarget(target, causal, self.body)
         if (window := self.parts.window) is not None:

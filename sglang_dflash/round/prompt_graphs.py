@@ -24,10 +24,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
-from sglang_dflash.round.adapters import has_adapters
+from sglang_dflash.round.adapter_buffers import Ids, has_adapters
+from sglang_dflash.round.captured_models import CapturedAdaptedPass, CapturedTarget
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
-from sglang_dflash.round.graphs import CapturedTarget, RoundGraphs
+from sglang_dflash.round.graphs import RoundGraphs
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
 from sglang_dflash.round.stages import Blocks
@@ -47,10 +48,11 @@ PATIENCE = 8  # rounds after which all prompts that wait should be through
 
 
 class Key(NamedTuple):
-    """What a graph was captured for: how many rows, and whether a short page table holds all contexts."""
+    """What a graph was captured for: how many rows, whether a short page table holds all contexts, LoRA adapters."""
 
     rows: int
     short: bool
+    adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,13 @@ class Captured:
 
 
 class PromptGraphs:
-    """Stands where a model runner has its graphs of prompts; the runner calls `can_run` and `replay`."""
+    """Stands where a model runner has its graphs of prompts; the runner calls `can_run` and `replay`.
+
+    Attributes:
+        adapted: whether passes over requests with LoRA adapters were captured, too.
+    """
+
+    adapted = False
 
     def __init__(self, parts: Parts, rounds: RoundGraphs, sizes: Sequence[int]):
         """
@@ -80,7 +88,7 @@ class PromptGraphs:
         self._blocks: Drafted | None = None
         self._last: TargetRows | None = None
         self._graphs: dict[Key, Captured] = {}
-        self._capture_all()
+        self._capture_all("prompts", self._keys())
         self.passes: Staircase | None = None
 
     def holds(self, rows: int, requests: int) -> bool:
@@ -103,8 +111,11 @@ class PromptGraphs:
             raise RuntimeError(
                 "DFLASH: the target ran prompts without the blocks that were to be beside them."
             )
-        target = replace(target, hidden_states=self._hidden[: blocks.rows])
-        return _verified(blocks, target)
+        adapted = None
+        if has_adapters(blocks.adapters):
+            adapted = self.parts.adapters.buffers.head(len(blocks.adapters), blocks.round.width)
+        hidden = self._hidden[: blocks.rows]
+        return _verified(blocks, replace(target, hidden_states=hidden, adapted=adapted))
 
     def verify(self, blocks: Drafted) -> Blocks:
         """Blocks without prompts beside them, verified."""
@@ -117,7 +128,7 @@ class PromptGraphs:
         scored = self.runner.server_args.multi_item_scoring_delimiter and batch.is_prefill_only
         return (
             not scored
-            and not has_adapters(batch.lora_ids)
+            and (self.adapted or not has_adapters(batch.lora_ids))
             and batch.input_embeds is None
             and not _has_pictures(batch)
             and not batch.return_hidden_states_before_norm
@@ -144,7 +155,10 @@ class PromptGraphs:
     ) -> TargetRows:
         size = self.sizes[bisect.bisect_left(self.sizes, rows)]
         self.inputs.fill(size, blocks, prompts)
-        captured = self._graphs[self._key(size, longest)]
+        adapters = _adapters_of(blocks, prompts)
+        if adapted := has_adapters(adapters):
+            self.parts.adapters.buffers.fill(adapters)
+        captured = self._graphs[self._key(size, longest)._replace(adapted=adapted)]
         captured.graph.replay()
         return captured.rows
 
@@ -205,14 +219,21 @@ class PromptGraphs:
             for short in ((False, True) if long else (False,))
         ]
 
-    def _capture_all(self) -> None:
+    def capture_adapted(self) -> None:
+        """Passes over requests with LoRA adapters, too; the target has its LoRA layers now."""
+        keys = [key._replace(adapted=True) for key in self._keys()]
+        self._capture_all("prompts with LoRA adapters", keys)
+        self.adapted = True
+
+    def _capture_all(self, what: str, keys: list[Key]) -> None:
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         with freeze_gc(False), model_capture_mode(), graph_capture() as context:
-            for key in self._keys():
+            for key in keys:
                 self._graphs[key] = self._capture(key, context.stream)
         logger.info(
-            "DFLASH captured %d graphs of prompts (up to %d rows of %d requests) in %.1f s, %.2f GiB",
-            len(self._graphs),
+            "DFLASH captured %d graphs of %s (up to %d rows of %d requests) in %.1f s, %.2f GiB",
+            len(keys),
+            what,
             self.sizes[-1],
             self.inputs.most,
             time.perf_counter() - begin,
@@ -241,6 +262,8 @@ class PromptGraphs:
             inputs.ends,
             key.rows,
         )
+        if key.adapted:
+            return CapturedAdaptedPass(self.runner, attention, self.parts.adapters.buffers)
         return CapturedTarget(self.runner, attention, self.body)
 
     def _run(self, key: Key, target: CapturedTarget) -> TargetRows:
@@ -272,6 +295,14 @@ class PromptGraphs:
 def _verified(blocks: Drafted, target: TargetRows) -> Blocks:
     round = blocks.round
     return Blocks(round.rows, round.positions, blocks.draft_tokens, target, blocks.ragged)
+
+
+def _adapters_of(blocks: Drafted | None, prompts: ForwardBatch | None) -> Ids:
+    """Of all requests of a pass, in its order; none at all if the server has none."""
+    return [
+        *((blocks and blocks.adapters) or ()),
+        *((prompts and prompts.lora_ids) or ()),
+    ]
 
 
 def _has_pictures(batch: ForwardBatch | ModelWorkerBatch) -> bool:

@@ -16,7 +16,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
-from sglang_dflash.round.adapters import Ids, has_adapters
+from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.costs import Costs, remembered
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
@@ -159,7 +159,7 @@ class RoundRunner:
             return self._held(self._verify(key, proposed, sampling))
         if total is None:
             return self._verify(key, proposed, sampling)
-        blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total))
+        blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total, adapters))
         return partial(self._accept, proposed, blocks, sampling)
 
     def _verify(self, key: Key, proposed: Proposed, sampling: Sampling | None) -> Finish:
@@ -171,15 +171,22 @@ class RoundRunner:
         return partial(self._accept, proposed, graphs.blocks(key, requests), sampling)
 
     def holds_prompts(
-        self, start_bounds: torch.Tensor, width: int, rows: int, prompts: ModelWorkerBatch
+        self,
+        start_bounds: torch.Tensor,
+        width: int,
+        rows: int,
+        prompts: ModelWorkerBatch,
+        adapted: bool,
     ) -> bool:
         """Whether so many rows of a round's blocks and prompts beside them are one pass of the target.
 
-        Of requests without adapters; of the prompts it is looked at.
+        Args:
+            adapted: whether requests of the round have LoRA adapters.
         """
         requests, both = len(start_bounds), self.prompt_graphs
         return (
             both is not None
+            and (both.adapted or not adapted)
             and self.graphs.key(start_bounds, width) is not None
             and both.computes(prompts)
             and both.holds(rows + len(prompts.input_ids), requests + len(prompts.reqs))
@@ -193,6 +200,7 @@ class RoundRunner:
         sampling: Sampling | None,
         prefill: Callable[[], GenerationBatchResult],
         total: int | None = None,
+        adapters: Ids | None = None,
     ) -> tuple[Finish, GenerationBatchResult]:
         """A round, and prompts that the target runs in the same pass; see `launch`.
 
@@ -201,9 +209,13 @@ class RoundRunner:
         """
         proposed = self.graphs.propose(self.graphs.key(start_bounds, width), rows, sampling)
         sampling = sampling and sampling.after(proposed.draft_tokens)
-        self.prompt_graphs.board(_drafted(proposed, start_bounds, total))
+        if adapted := has_adapters(adapters):
+            proposed = replace(proposed, estimate=None)  # what is learned is of the target alone
+            self.parts.adapters.hold(adapters)
+        self.prompt_graphs.board(_drafted(proposed, start_bounds, total, adapters))
         result = prefill()
-        return partial(self._accept, proposed, self.prompt_graphs.leave(), sampling), result
+        finish = partial(self._accept, proposed, self.prompt_graphs.leave(), sampling)
+        return self._held(finish) if adapted else finish, result
 
     def _held(self, finish: Finish) -> Finish:
         """Lets adapters go when the rest of a round that holds them is launched."""
@@ -239,13 +251,15 @@ def _version() -> str:
         return "from its sources"
 
 
-def _drafted(proposed: Proposed, start_bounds: torch.Tensor, total: int | None) -> Drafted:
+def _drafted(
+    proposed: Proposed, start_bounds: torch.Tensor, total: int | None, adapters: Ids | None
+) -> Drafted:
     """Blocks for the target, of which it verifies `total` rows, or all."""
     ragged = None
     if total is not None:
         ragged = Ragged.share(proposed.estimate.chances, total)
     round = replace(proposed.round, start_bounds=start_bounds)
-    return Drafted(round, proposed.draft_tokens, ragged)
+    return Drafted(round, proposed.draft_tokens, ragged, adapters)
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
@@ -280,7 +294,10 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         rounds = RoundGraphs(parts, attention, sizes, widths, survival)
         prompts = PromptGraphs(parts, rounds, passes) if passes else None
     if parts.adapters is not None and parts.adapters.can_be_captured:
+        parts.adapters.make_buffers(prompts.inputs.most + 1 if prompts else sizes[-1])
         rounds.capture_adapted(adapted_widths)
+        if prompts:
+            prompts.capture_adapted()
     # Where the release's own graphs of prompts would be.
     parts.target.runner.piecewise_cuda_graph_runner = prompts
     return RoundRunner(parts, rounds, prompts)

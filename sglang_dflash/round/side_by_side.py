@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.clean_slot import CleanPool
+from sglang_dflash.round.adapter_buffers import Ids
 from sglang_dflash.round.opened import Round, own_positions
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.verify_input import DFlashVerifyInput
@@ -33,11 +34,13 @@ class Drafted:
         round: start bounds on the host included.
         draft_tokens: [bs, width - 1] int64.
         ragged: which of their rows are to be verified; None for all.
+        adapters: of their requests; None if the server has none.
     """
 
     round: Round
     draft_tokens: torch.Tensor
     ragged: Ragged | None = None
+    adapters: Ids | None = None
 
     @property
     def rows(self) -> int:

@@ -16,7 +16,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash.cpu.eager import compile_only_when_asked
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
-from sglang_dflash.round.adapters import has_adapters
+from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.linear_states import LinearStates, RoundStates
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
@@ -166,11 +166,11 @@ class DFlashWorkerBase:
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
-        prompts = None if adapted else self.riding.prompts_for(bounds, plan)
+        prompts = self.riding.prompts_for(bounds, plan, adapted)
         if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             finish, done = self.rounds.launch_with_prompts(
-                rows, bounds, width, sampling, run, plan.total
+                rows, bounds, width, sampling, run, plan.total, adapters
             )
             self.riding.done(done)
             self.metrics.ran_prompts(prompts.extend_num_tokens, IN_ROUNDS)

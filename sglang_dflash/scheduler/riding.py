@@ -97,14 +97,20 @@ class Riding:
         """Of the prompts that are to run beside a round."""
         return 0 if self._prompts is None else self._prompts.extend_num_tokens
 
-    def prompts_for(self, start_bounds: torch.Tensor, plan: Plan) -> ModelWorkerBatch | None:
-        """Prompts that the target runs in the same pass as a round's blocks, if it can."""
+    def prompts_for(
+        self, start_bounds: torch.Tensor, plan: Plan, adapted: bool
+    ) -> ModelWorkerBatch | None:
+        """Prompts that the target runs in the same pass as a round's blocks, if it can.
+
+        Args:
+            adapted: whether requests of the round have LoRA adapters.
+        """
         prompts = self._prompts
         if prompts is None or self._rounds.prompt_graphs is None:
             return None
         batch = prompts.get_model_worker_batch()
         rows = plan.rows(len(start_bounds))
-        if not self._rounds.holds_prompts(start_bounds, plan.width, rows, batch):
+        if not self._rounds.holds_prompts(start_bounds, plan.width, rows, batch, adapted):
             return None
         if prompts.enable_overlap:
             # The scheduler does the same: what is drawn with may change before it is used.

@@ -111,7 +111,8 @@ def round_buffers(
         return rounds
     # Their own tensors fit where those of rounds lie; what they leave does not.
     hidden = passes[-1] * config.target_hidden_size * itemsize
-    return rounds + len(passes) * (1 + (context_len > SHORT_TABLE)) * _PASS + hidden
+    graphs = len(passes) * (1 + (context_len > SHORT_TABLE)) * (1 + bool(args.enable_lora))
+    return rounds + graphs * _PASS + hidden
 
 
 def rope_positions(args: ServerArgs, context_len: int) -> int:

@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dflash.cpu.block_attention import attend
+from sglang_dflash.cpu.lora import batch_info
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import row_sizes
 from sglang_dflash.round import run
 from sglang_dflash.round.accept import Accepted
-from sglang_dflash.round.adapters import Ids
+from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.graphs import Attention, Proposed
 from sglang_dflash.round.opened import Round
@@ -92,11 +94,15 @@ class EagerKey(NamedTuple):
     adapted: bool
 
 
-class EagerBuffers:
-    """Stands for `AdapterBuffers`: the adapters of the round that runs next."""
+class EagerBuffers(AdapterBuffers):
+    """For the CPU's LoRA layers, which read their segments on the host."""
 
     def fill(self, ids: Ids) -> None:
+        super().fill(ids)
         self.ids = ids
+
+    def _segments(self, ends: torch.Tensor, places: torch.Tensor, *_: int) -> LoRABatchInfo:
+        return batch_info(ends.diff().tolist(), places.tolist(), self.ranks, self.scalings)
 
 
 class EagerRounds:
@@ -170,7 +176,8 @@ class EagerPass:
         self.replay()
 
     def replay(self) -> None:
-        with target_alone(self._passes.parts):
+        parts = self._passes.parts
+        with nullcontext() if self._key.adapted else target_alone(parts):
             self.rows = self._passes._run(self._key, self._target)
 
 
@@ -180,8 +187,8 @@ class EagerPasses(PromptGraphs):
         self._hidden = torch.empty_like(self._hidden)
         return super()._pass(*of)
 
-    def _capture_all(self) -> None:
-        self._graphs = {key: EagerPass(self, key) for key in self._keys()}
+    def _capture_all(self, what: str, keys: list[Key]) -> None:
+        self._graphs |= {key: EagerPass(self, key) for key in keys}
 
     def _measure(self, run: Callable[[int], object]) -> tuple[Staircase, bool]:
         """A pass takes as long as it has rows."""
@@ -197,9 +204,11 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         widths = [1, *widths]
     rounds = EagerRounds(parts, widths, survival)
     most = server_args.piecewise_cuda_graph_max_tokens
-    if parts.adapters is not None:
-        parts.adapters.buffers = EagerBuffers()
     passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))
+    if parts.adapters is not None:
+        requests = passes.inputs.most + 1
+        parts.adapters.buffers = EagerBuffers(parts.adapters.manager, requests, "cpu")
+        passes.capture_adapted()
     parts.target.runner.piecewise_cuda_graph_runner = passes
     return RoundRunner(parts, rounds, passes)
 

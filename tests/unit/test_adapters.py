@@ -24,7 +24,7 @@ from sglang_dflash.checkpoint.adapter import check_adapter, check_limits, read_a
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.round.adapted_head import AdaptedHead
-from sglang_dflash.round.adapters import AdapterBuffers
+from sglang_dflash.round.adapter_buffers import AdapterBuffers
 from sglang_dflash.serving.adapters import named_paths, until_unused
 from sglang_dflash.serving.lora_manager import CheckingLoRAManager
 from tests.server.adapters import ATTENTION, ENDS, MLP, write_adapter
@@ -309,24 +309,57 @@ class Manager:
 @pytest.mark.parametrize("width", [2, 5, 20])
 def test_what_captured_rounds_read(name: str, width: int) -> None:
     """The release's kernels over blocks, in Triton's interpreter: what was filled in counts, not what was captured."""
+    backend = gpu_backend(name)
+    buffers = AdapterBuffers(Manager(backend), 4, "cpu")
+    info = buffers.blocks(4, width)
+    for ids in (["a", None, "b"], ["b", "b", "a", None], ["a"]):
+        buffers.fill(ids)
+        check_products(buffers, backend, info, 4 * width, [(each, width) for each in ids])
+    assert buffers._manager.fetched[1] == {"a", "b", None}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_lora.py does this")
+@pytest.mark.parametrize("name", ["triton", "csgmv"])
+def test_what_captured_passes_read(name: str) -> None:
+    """Requests with any number of rows, some with none, and rows that fill the pass up."""
+    backend, requests, rows = gpu_backend(name), 7, 96
+    buffers, ends = AdapterBuffers(Manager(backend), requests, "cpu"), torch.zeros(8).int()
+    for counts in ([16, 16, 3], [1, 0, 40, 5, 17], [90], [33, 1, 1, 1, 1, 20]):
+        ids = [("a", "b", None)[n % 3] for n in range(len(counts))]
+        ends[:] = rows
+        ends[: len(counts) + 1] = torch.tensor([0, *counts]).cumsum(0)
+        buffers.fill(ids)
+        info = buffers.tiles(ends, rows)
+        assert len(info.weight_indices) == rows // 16 + requests  # whatever the requests have
+        check_products(buffers, backend, info, rows, list(zip(ids, counts, strict=True)))
+
+
+def gpu_backend(name: str) -> BaseLoRABackend:
     given = dict(max_loras_per_batch=3, device="cpu", server_args=None)
     if name == "csgmv":
         given["server_args"] = SimpleNamespace(max_lora_chunk_size=16)
-    backend = {"triton": TritonLoRABackend, "csgmv": ChunkedSgmvLoRABackend}[name](**given)
-    buffers = AdapterBuffers(Manager(backend), 4, "cpu")
-    info = buffers.segments(4, width)
+    return {"triton": TritonLoRABackend, "csgmv": ChunkedSgmvLoRABackend}[name](**given)
+
+
+def check_products(
+    buffers: AdapterBuffers,
+    backend: BaseLoRABackend,
+    info: LoRABatchInfo,
+    rows: int,
+    requests: list[tuple[str | None, int]],
+) -> None:
+    """What the kernels add to the rows of requests, each with an adapter and so many rows."""
     a, b, ends = torch.randn(3, 16, 32), torch.randn(3, 64, 16), torch.tensor([0, 64])
-    for ids in (["a", None, "b"], ["b", "b", "a", None], ["a"]):
-        buffers.fill(ids)
-        x, base = torch.randn(4 * width, 32), torch.randn(4 * width, 64)
-        with buffers.over(info):
-            inner = backend.run_lora_a_sgemm(x, a)
-            made = backend.run_lora_b_sgemm(inner, b, output_offset=ends, base_output=base.clone())
-        owners = [place for place in buffers._manager.places_of(ids) for _ in range(width)]
-        ours = slice(len(owners))
-        added = expected(x[ours], a, b, owners)
-        torch.testing.assert_close(made[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
-    assert buffers._manager.fetched[1] == {"a", "b", None}
+    x, base = torch.randn(rows, 32), torch.randn(rows, 64)
+    with buffers.over(info):
+        inner = backend.run_lora_a_sgemm(x, a)
+        made = backend.run_lora_b_sgemm(inner, b, output_offset=ends, base_output=base.clone())
+    ids, counts = zip(*requests, strict=True)
+    places = zip(buffers._manager.places_of(ids), counts, strict=True)
+    owners = [place for place, count in places for _ in range(count)]
+    ours = slice(len(owners))
+    added = expected(x[ours], a, b, owners)
+    torch.testing.assert_close(made[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
 
 
 def test_config_is_what_peft_writes(tmp_path: Path) -> None:

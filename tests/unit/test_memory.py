@@ -106,6 +106,10 @@ def test_captured_rounds() -> None:
     assert half - tensors - passes[-1] * 4096 * 2 == (96 + 3 * 14 + len(passes) * 11) << 20
     longer = round_buffers(args, config, 150_000, 2, 40_960)
     assert longer - half == len(passes) * 11 << 20
+    args.enable_lora = True
+    adapted = round_buffers(args, config, 150_000, 2, 4096)
+    assert adapted - half == (3 * 14 + len(passes) * 11) << 20
+    args.enable_lora = None
     args.piecewise_cuda_graph_max_tokens = 0
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
     args.speculative_dflash_verify = "auto"

@@ -313,14 +313,33 @@ def test_a_round_that_fails_forgets_its_prompts() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         ridden.run(SimpleNamespace(run_batch=fails), SimpleNamespace(), prompts)
-    assert ridden.prompts_for(torch.tensor([20]), Plan(WIDTH)) is None
+    assert ridden.prompts_for(torch.tensor([20]), Plan(WIDTH), False) is None
 
 
 def test_prompts_without_graphs() -> None:
     """Those of a server without graphs have a pass of their own."""
     ridden = riding()
     ridden._prompts = SimpleNamespace(input_ids=[0], reqs=[request()])
-    assert ridden.prompts_for(torch.tensor([20]), Plan(WIDTH)) is None
+    assert ridden.prompts_for(torch.tensor([20]), Plan(WIDTH), False) is None
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("asked", [[None, None], [None, "adapter"]])
+def test_adapters_beside_blocks(
+    captured: bool, asked: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts or of the round, where passes with them were captured."""
+    ridden = riding(0.5, GRAPHS)
+    ridden._rounds.graphs = SimpleNamespace(key=lambda bounds, width: width)
+    GRAPHS.runner = SimpleNamespace(server_args=SimpleNamespace(multi_item_scoring_delimiter=None))
+    monkeypatch.setattr(GRAPHS, "adapted", captured)
+    batch = SimpleNamespace(**ASKED | {"reqs": [request()], "lora_ids": asked})
+    ridden._prompts = SimpleNamespace(
+        get_model_worker_batch=lambda: batch, enable_overlap=False, reqs=batch.reqs
+    )
+    for adapted in (False, True):
+        found = ridden.prompts_for(torch.tensor([20]), Plan(WIDTH), adapted)
+        assert (found is batch) == (captured or not (adapted or any(asked)))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +365,7 @@ def test_prompts_that_no_pass_computes_are_not_beside_blocks(
     ridden._prompts = SimpleNamespace(
         get_model_worker_batch=lambda: batch, enable_overlap=False, reqs=batch.reqs
     )
-    found = ridden.prompts_for(torch.tensor([20]), Plan(WIDTH))
+    found = ridden.prompts_for(torch.tensor([20]), Plan(WIDTH), False)
     assert found is (batch if rides else None)
 
 

@@ -1,0 +1,132 @@
+"""LoRA adapters in CUDA graphs: which one each row has, the release's LoRA layers read at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.lora.utils import LoRABatchInfo
+from sglang.srt.utils import next_power_of_2
+
+from sglang_dflash.round.adapted_head import AdaptedHead
+
+if TYPE_CHECKING:
+    from sglang_dflash.serving.lora_manager import CheckingLoRAManager
+
+# By request: the id of its adapter, None for the target alone.
+Ids = Sequence[str | None]
+
+_TILE = 16  # rows of a segment of a pass; the release's kernels compute so many at once
+
+
+def has_adapters(ids: Ids | None) -> bool:
+    """Whether any of some requests has an adapter."""
+    return any(each is not None for each in ids or ())
+
+
+class AdapterBuffers:
+    """Which adapter each request of a replayed graph has.
+
+    Attributes:
+        places: [requests] int32, of a request's adapter in the release's pool of them.
+        ranks, scalings: [places + 1] int32 and float32, of the adapter at a place; a rank of 0 for none, as the last.
+    """
+
+    def __init__(self, manager: CheckingLoRAManager, requests: int, device: torch.device | str):
+        self._manager, self._none = manager, manager.max_loras_per_batch
+        self.places = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(self._none + 1, dtype=torch.int32, device=device)
+        self.scalings = torch.zeros(self._none + 1, dtype=torch.float32, device=device)
+        self._filled: tuple[list, ...] | None = None
+
+    def fill(self, ids: Ids) -> None:
+        """Before a graph is replayed over requests with these adapters, which are brought to the device.
+
+        What pads the batch has any adapter.
+        """
+        self._manager.fetch_new_loras(set(ids))
+        places = self._manager.places_of(ids)
+        ranks, scalings = [0] * len(self.ranks), [0.0] * len(self.scalings)
+        for each, place in zip(ids, places, strict=True):
+            if each is not None:
+                adapter = self._manager.loras[each]
+                ranks[place], scalings[place] = adapter.config.r, adapter.scaling
+        if (given := (places, ranks, scalings)) == self._filled:
+            return
+        self._filled = given
+        for buffer, values in zip((self.places, self.ranks, self.scalings), given, strict=True):
+            told = to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device)
+            buffer[: len(told)].copy_(told)
+
+    def blocks(self, requests: int, width: int) -> LoRABatchInfo:
+        """To the release's LoRA layers: blocks of `width` rows, each a request's, one behind the other."""
+        ends = torch.arange(0, requests * width + 1, width, device=self.places.device)
+        tile = next_power_of_2(max(width, _TILE))
+        return self._segments(ends, self.places[:requests], requests * width, width, tile)
+
+    def tiles(self, ends: torch.Tensor, rows: int) -> LoRABatchInfo:
+        """Likewise: any numbers of rows of each request.
+
+        Args:
+            ends: [requests + 1] int32, where each request's rows begin, and end; only the device knows.
+            rows: of all of them.
+        """
+        requests = len(ends) - 1
+        counts = -(-ends.diff() // _TILE)
+        last = counts.cumsum(0)  # the segment behind each request's
+        segment = torch.arange(rows // _TILE + requests, device=ends.device)
+        request = torch.searchsorted(last, segment, right=True)
+        used, request = request < requests, request.clamp(max=requests - 1)
+        begins = ends[request] + _TILE * (segment - (last - counts)[request])
+        begins = torch.cat([begins.minimum(ends[request + 1]), ends[-1:]])
+        places = self.places[request].masked_fill(~used, self._none)
+        return self._segments(begins, places, rows, _TILE, _TILE)
+
+    def _segments(
+        self, ends: torch.Tensor, places: torch.Tensor, rows: int, longest: int, tile: int
+    ) -> LoRABatchInfo:
+        # csgmv reads rows in an order, and takes for the length of a segment how many it computes at once.
+        chunked = self._manager.lora_backend.name == "csgmv"
+        return LoRABatchInfo(
+            use_cuda_graph=False,
+            bs=len(places),
+            num_segments=len(places),
+            seg_indptr=ends.to(torch.int32),
+            weight_indices=places,
+            lora_ranks=self.ranks,
+            scalings=self.scalings,
+            max_len=tile if chunked else longest,
+            seg_lens=ends.diff().to(torch.int32),
+            permutation=torch.arange(rows, dtype=torch.int32, device=ends.device)
+            if chunked
+            else None,
+            has_active_lora=True,
+        )
+
+    @contextmanager
+    def over(self, info: LoRABatchInfo) -> Iterator[None]:
+        """Within this the LoRA layers see such rows."""
+        backend = self._manager.lora_backend
+        before = getattr(backend, "batch_info", None)
+        backend.batch_info = info
+        try:
+            yield
+        finally:
+            backend.batch_info = before
+
+    def head(self, requests: int, width: int) -> AdaptedHead | None:
+        """What the head adds to the rows of blocks of the first requests; None if no adapter can be on it."""
+        head = self._manager.lm_head_module
+        if head is None:
+            return None
+        owners = self.places[:requests, None].expand(-1, width).flatten()
+        return AdaptedHead(head, self.blocks(requests, width), owners)
+
+
+def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy there, for which the host does not wait."""
+    if torch.device(device).type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
