@@ -71,6 +71,7 @@ def describe(config: DraftConfig) -> list[tuple[str, str]]:
             "heads",
             f"Q and K {'normed' if c.qk_norm else 'not normed'}, {'with' if c.attention_bias else 'without'} biases",
         ),
+        ("weights", _stored(c)),
         ("RoPE", ", ".join([c.rope["rope_type"], *(f"{k} {v}" for k, v in rope.items())])),
         ("vocabulary", vocabulary),
         ("embedding", _embedding(c)),
@@ -83,6 +84,11 @@ def _taps(c: DraftConfig) -> str:
     layers = ", ".join("embedding" if i < 0 else str(i) for i in c.target_layer_ids)
     depth = f" of a target of {c.num_target_layers} layers" if c.num_target_layers else ""
     return f"after layers {layers}{depth}, width {c.target_hidden_size}"
+
+
+def _stored(c: DraftConfig) -> str:
+    stored = (c.quantization or {}).get("quant_method")
+    return f"quantized ({stored}), read as plain ones" if stored else "plain"
 
 
 def _layers(c: DraftConfig) -> str:

@@ -18,10 +18,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def settle_model(args: ServerArgs) -> None:
+    """What the model is, before SGLang reads anything of it.
+
+    Raises:
+        DFlashError: see `serve_verifier`; or the release cannot serve the target of a drafter.
+    """
+    serve_verifier(args)
+    if args.speculative_algorithm != "DFLASH":
+        return
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        ModelConfig.from_server_args(args)
+    except ValueError as reason:
+        end_with_the_sentence()
+        text = " ".join(str(reason).split()).rstrip(".")
+        raise DFlashError(
+            f"--model-path {args.model_path} cannot be served by this SGLang ({text}): change what it names, or use "
+            "another checkpoint."
+        ) from reason
+
+
 def serve_verifier(args: ServerArgs) -> None:
     """If the model is a checkpoint in speculators format, makes its verifier the model.
 
-    Called before SGLang reads anything of the model. Flags that the user gave stay as they are.
+    Flags that the user gave stay as they are.
 
     Raises:
         DFlashError: the checkpoint is not DFlash, or names no verifier that can be found.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,15 @@ def read_json(folder: Path, path: str) -> dict[str, Any]:
 def parse_config(path: str, raw: dict[str, Any], flag: str = FLAG) -> DraftConfig:
     """A `DraftConfig` from the content of a config.json in either format; raises `DFlashError`."""
     refuse_variants(path, raw)
+    stored = raw.get("quantization_config")
+    if stored:
+        from sglang_dflash.checkpoint.dequantize import check_drafter
+
+        check_drafter(stored, path)
     if is_speculators(raw):
-        return parse_speculators(path, raw)
+        return replace(parse_speculators(path, raw), quantization=stored)
     if is_zlab(raw):
-        return parse_zlab(path, raw)
+        return replace(parse_zlab(path, raw), quantization=stored)
     raise DFlashError(
         f"{path} is not a DFlash checkpoint (architectures {raw.get('architectures')}): its config.json has neither "
         f"dflash_config nor speculators_model_type; give a DFlash drafter as {flag}."

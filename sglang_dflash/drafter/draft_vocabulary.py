@@ -28,7 +28,8 @@ class DraftVocabulary(BorrowedVocabulary):
         """
         super().__init__(target, embedding, head)
         self._scale = config.embedding_scale
-        device = self.head.weight.device
+        like = next(self.head.parameters())
+        device, dtype = like.device, like.dtype if like.is_floating_point() else torch.float32
         self._target_ids = None
         if token_ids is not None and head is not None:
             self._target_ids = token_ids.to(device)
@@ -36,7 +37,7 @@ class DraftVocabulary(BorrowedVocabulary):
             # The target's head has a row for every token: those that cannot be drafted never win.
             barred = torch.full((config.vocab_size,), float("-inf"), device=device)
             barred[token_ids.to(device)] = 0
-            mine = barred[self._first_id : self._first_id + self._rows].to(self.head.weight.dtype)
+            mine = barred[self._first_id : self._first_id + self._rows].to(dtype)
             self._bias = mine if self._bias is None else self._bias + mine
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -19,6 +20,8 @@ from sglang_dflash.drafter.model import DFlashDraftModel
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 
 def load_draft_model(
@@ -38,6 +41,10 @@ def load_draft_model(
     config = load_config(
         server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
     )
+    if config.quantization:
+        logger.info(
+            "DFLASH reads the drafter's weights, which are quantized, as those of %s.", args.dtype
+        )
     ModelRegistry.models[ARCHITECTURE] = DFlashDraftModel
     _, allocator = target_worker.get_memory_pool()
     try:

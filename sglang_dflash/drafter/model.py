@@ -22,6 +22,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.utils import apply_qk_norm
 from torch import nn
 
+from sglang_dflash.checkpoint.dequantize import plain_weights
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import (
     canonical_name,
@@ -199,6 +200,8 @@ class DFlashDraftModel(nn.Module):
         parameters = dict(self.named_parameters())
         missing = {original for name in parameters for original in _checkpoint_names(name)}
         left_over, ignored = set(), ignored_weights(self.draft)
+        if stored := self.draft.quantization:
+            weights = plain_weights(weights, stored, self.draft.path)
         for name, tensor in weights:
             name = canonical_name(name)
             if name not in missing:

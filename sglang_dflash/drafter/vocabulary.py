@@ -33,28 +33,26 @@ class BorrowedVocabulary:
         self._fp32, self._logit_scale = fp32, scale
         self.embedding = base_of(embedding_of(target) if embedding is None else embedding)
         head = base_of(head_of(target) if head is None else head)
-        if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
+        # Without a weight it has what its method of quantization keeps instead.
+        self._quantized = not isinstance(getattr(head, "weight", None), torch.Tensor)
+        shard = getattr(head, "shard_indices", None)
+        if self._quantized and (shard is None or not hasattr(head, "quant_method")):
             raise DFlashError(
                 f"The target {type(target).__name__} has no LM head that a DFlash drafter can share: use a target "
                 "with lm_head.weight."
             )
-        if not head.weight.is_floating_point() or head.weight.itemsize < 2:
+        if not self._quantized and not _is_plain(head.weight):
             raise DFlashError(
-                f"The target's LM head is quantized ({head.weight.dtype}), which a DFlash drafter cannot share: use "
-                "a checkpoint whose LM head is not quantized."
+                f"The target's LM head is quantized ({head.weight.dtype}) in a way that neither SGLang nor a DFlash "
+                "drafter reads: use a checkpoint whose LM head is not quantized."
             )
         self.head = head
-        # A head that is a plain embedding is whole on every rank; of another's part, the rest is padding.
-        self._rows, self._first_id = len(head.weight), 0
-        if (shard := getattr(head, "shard_indices", None)) is not None:
+        if shard is None:  # a plain embedding, whole on every rank
+            self._rows, self._first_id = len(head.weight), 0
+        else:  # what is behind a rank's part is padding
             self._rows = shard.org_vocab_end_index - shard.org_vocab_start_index
             self._first_id = shard.org_vocab_start_index
         self._bias = None if getattr(head, "bias", None) is None else head.bias[: self._rows]
-
-    @property
-    def _weight(self) -> torch.Tensor:
-        # Not kept: a weight update may replace it.
-        return self.head.weight[: self._rows]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] int64 → [n, hidden]."""
@@ -62,11 +60,20 @@ class BorrowedVocabulary:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of this rank's part of the vocabulary: [n, hidden] → [n, rows]."""
-        weight, bias = self._weight, self._bias
+        logits = self._quantized_logits(hidden) if self._quantized else self._plain_logits(hidden)
+        return logits if self._logit_scale is None else logits.mul_(self._logit_scale)
+
+    def _plain_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        # Not kept: a weight update may replace it.
+        weight, bias = self.head.weight[: self._rows], self._bias
         if self._fp32:
             weight, bias = weight.float(), None if bias is None else bias.float()
-        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
-        return logits if self._logit_scale is None else logits.mul_(self._logit_scale)
+        return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+
+    def _quantized_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.float() if self._fp32 else hidden
+        logits = self.head.quant_method.apply(self.head, hidden, None)[:, : self._rows]
+        return logits.contiguous() if self._bias is None else logits + self._bias
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """Likeliest token: [n, hidden] → [n] int64; all ranks agree, the lower id wins a tie."""
@@ -105,6 +112,10 @@ class BorrowedVocabulary:
         others = values.scatter(0, best, seconds.gather(0, best))
         token = ids.gather(0, best).squeeze(0).to(torch.int64)
         return token, (top - others.amax(dim=0)).float()
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and weight.itemsize > 1
 
 
 def base_of(module: nn.Module | None) -> nn.Module | None:

@@ -89,6 +89,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
         check_weights(config)
     _check_tensor_parallelism(args, config)
     _check_draft_backend(args)
+    _check_quantization(args)
     _check_attention(args)
     _choose_worker(args)
 
@@ -244,6 +245,26 @@ def _check_attention(args: ServerArgs) -> None:
         kv_dtype = _KV_DTYPES.get(args.kv_cache_dtype, dtype)
         if why := why_not_fa3(torch.cuda.get_device_capability(), dtype, kv_dtype):
             raise DFlashError(f"{flag} cannot run here, because {why}: choose triton or auto.")
+
+
+def _check_quantization(args: ServerArgs) -> None:
+    """Whether the release runs a quantized target here, before it loads the weights."""
+    target = args.get_model_config()
+    if target.quantization is None:
+        return
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import _get_quantization_config
+
+    try:
+        _get_quantization_config(target, LoadConfig())
+    except DFlashError:
+        raise
+    except Exception as reason:
+        text = " ".join(str(reason).split()).rstrip(".")
+        raise DFlashError(
+            f"--model-path {args.model_path} is quantized as {target.quantization}, which SGLang does not run here "
+            f"({text}): use another checkpoint, or another GPU."
+        ) from reason
 
 
 def _has_latents(args: ServerArgs) -> bool:

@@ -163,7 +163,7 @@ ZLAB_CONFIGS: dict[str, tuple[Mutation, str]] = {
     ),
     "a bias": (put("attention_bias", True), "misses layers.0.self_attn.k_proj.bias"),
     "a bias of text": (put("attention_bias", "yes"), "attention_bias of"),
-    "quantized": (put("quantization_config", {"quant_method": "fp8"}), "quantization_config of"),
+    "quantized": (put("quantization_config", {"quant_method": "awq"}), "quantization_config of"),
     "other model type": (put("model_type", "llama4"), "model_type of"),
     "no model type": (drop("model_type"), "model_type of"),
     "other activation": (put("hidden_act", "gelu"), "hidden_act of"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from torch import nn
 
 from sglang_dflash.drafter.vocabulary import BorrowedVocabulary, embedding_of
 from tests.unit.drafters import TargetStub
@@ -39,6 +40,36 @@ def test_scaled_logits() -> None:
     expected = logits.mul_(5 / 6).argmax(dim=-1)
     assert torch.equal(BorrowedVocabulary(stub, scale=5 / 6).argmax(hidden), expected)
     assert not torch.equal(BorrowedVocabulary(stub).argmax(hidden), expected)
+
+
+class _Halves:
+    """Stands for a kernel: weights are kept as their halves, in int8."""
+
+    @staticmethod
+    def apply(head: nn.Module, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        assert bias is None
+        return hidden @ (2.0 * head.halves).T.to(hidden.dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fp32", [False, True])
+def test_a_head_that_is_quantized(fp32: bool) -> None:
+    """Its method makes the logits, as in the release; what pads the vocabulary never wins."""
+    torch.manual_seed(0)
+    halves = torch.randint(-8, 8, (640, 64), dtype=torch.int8)
+    stub = TargetStub(torch.randn(600, 64), head=torch.zeros(600, 64)).to(torch.bfloat16)
+    head = stub.lm_head
+    del head.weight
+    halves[600:] = 100
+    head.register_parameter("halves", nn.Parameter(halves, requires_grad=False))
+    head.quant_method = _Halves
+    hidden = torch.randn(50, 64, dtype=torch.bfloat16)
+    processor = SimpleNamespace(use_fp32_lm_head=fp32)
+    logits = LogitsProcessor._compute_lm_head(processor, hidden, head)[:, :600]
+    assert logits.dtype == (torch.float32 if fp32 else torch.bfloat16)
+    vocabulary = BorrowedVocabulary(stub, fp32=fp32)
+    assert torch.equal(vocabulary.logits(hidden), logits)
+    assert torch.equal(vocabulary.argmax(hidden), logits.argmax(dim=-1))
 
 
 def test_an_embedding_by_another_name() -> None:

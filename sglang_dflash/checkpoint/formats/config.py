@@ -54,6 +54,7 @@ class DraftConfig:
             are the target's.
         tied: whether an own embedding is the LM head, too.
         verifier: target that the checkpoint names, as a folder or Hugging Face id.
+        quantization: how its weights are stored, as config.json says; None for plain.
     """
 
     path: str
@@ -84,6 +85,7 @@ class DraftConfig:
     own_head: bool = False
     tied: bool = False
     verifier: str | None = None
+    quantization: dict[str, Any] | None = None
 
     @property
     def reduced_vocabulary(self) -> bool:

@@ -32,7 +32,6 @@ _ANCHOR_FIRST = ("num_anchors", "sample_from_anchor", "query_zero_predicts_next"
 # Fields of DFlash variants that nothing here computes.
 _UNSUPPORTED = {
     "attention_sink_bias": "attention sinks",
-    "quantization_config": "quantized weights",
 }
 
 

@@ -163,6 +163,11 @@ def check_weights(config: DraftConfig) -> None:
 def compare_weights(config: DraftConfig, found: Shapes) -> None:
     """Raises `DFlashError` unless `found` is just what `config` needs."""
     expected = expected_weights(config)
+    if config.quantization:
+        from sglang_dflash.checkpoint.dequantize import weights_alone
+
+        names = weights_alone(found, config.quantization, config.path)
+        found = {name: found[name] for name in names}
     missing = expected.keys() - found.keys()
     unexpected = found.keys() - expected.keys() - set(ignored_weights(config))
     if missing or unexpected:
