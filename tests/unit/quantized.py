@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 Parts = dict[str, torch.Tensor]
-GROUP, BLOCK = 64, 32
+GROUP, BLOCK = 64, 128
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
