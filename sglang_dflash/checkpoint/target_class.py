@@ -25,6 +25,7 @@ SUMS_LATER = {
     "Gemma3ForCausalLM": False,
     "GemmaForCausalLM": True,
     "Glm4ForCausalLM": True,
+    "Glm4vForConditionalGeneration": True,
     "Glm4vMoeForConditionalGeneration": True,
     "GraniteForCausalLM": True,
     "GraniteMoeForCausalLM": False,
@@ -33,6 +34,7 @@ SUMS_LATER = {
     "Olmo2ForCausalLM": False,
     "OlmoForCausalLM": False,
     "OlmoeForCausalLM": True,
+    "Qwen2VLForConditionalGeneration": True,
     "Qwen2_5_VLForConditionalGeneration": True,
     "Qwen3_5ForConditionalGeneration": True,
     "Qwen3_5MoeForConditionalGeneration": True,
@@ -46,8 +48,10 @@ SUMS_LATER = {
 # of several that have it, layers, embedding or head are where nobody looks.
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",

@@ -27,7 +27,7 @@ from tests.unit.tapped import Target
 from tests.unit.wrappers import FIRST_SPECIAL, VOCABULARY, WRAPPERS, picture, write_wrapper
 
 WIDTH, TAPS = 4, (-1, 0, 2, 4)
-NOISE = 1e-5  # of float32 after several layers; a wrong tap or position is off by about 1
+NOISE = 2e-5  # of float32 after several layers; a wrong tap or position is off by about 1
 
 pytestmark = pytest.mark.usefixtures("one_rank", "eager")
 
@@ -75,7 +75,7 @@ def rope_index(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions [3, 1, tokens] of a prompt [1, tokens], and how much fewer than tokens they are, as the release's
     processors ask for them."""
-    if config.model_type == "glm4v_moe":
+    if config.model_type.startswith("glm4v"):
         return MRotaryEmbedding.get_rope_index_glm4v(ids, config, grids, None, None)
     return MRotaryEmbedding.get_rope_index(
         spatial_merge_size=config.vision_config.spatial_merge_size,

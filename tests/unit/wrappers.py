@@ -84,6 +84,16 @@ class Wrapper:
 
 PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}
 WRAPPERS = {
+    "Qwen2-VL": Wrapper(
+        config="Qwen2VLConfig",
+        processor="Qwen2VLProcessor",
+        images="Qwen2VLImageProcessorFast",
+        videos="Qwen2VLVideoProcessor",
+        tower=dict(
+            depth=2, embed_dim=32, num_heads=2, hidden_size=SIZES["hidden_size"], in_chans=3
+        ),
+        sizes={"size": PIXELS},
+    ),
     "Qwen2.5-VL": Wrapper(
         config="Qwen2_5_VLConfig",
         processor="Qwen2_5_VLProcessor",
@@ -128,6 +138,19 @@ WRAPPERS = {
         tower=TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
         sizes={"size": PIXELS, "patch_size": 16},
         text=INTERLEAVED | DELTA_NETS | SHARED_EXPERTS,
+    ),
+    "GLM-4.1V": Wrapper(
+        config="Glm4vConfig",
+        processor="Glm4vProcessor",
+        images="Glm4vImageProcessorFast",
+        videos="Glm4vVideoProcessor",
+        tower=TOWER | {"image_size": 112},
+        sizes={"size": PIXELS},
+        text={
+            "rope_parameters": MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+        },
+        tokens=GLM_TOKENS,
+        picture="<|begin_of_image|><|image|><|end_of_image|>",
     ),
     "GLM-4.5V": Wrapper(
         config="Glm4vMoeConfig",
