@@ -45,8 +45,6 @@ REFUSED = {
     "GPT-2": ("GPT2Config", "GPT2LMHeadModel"),
     "Phi": ("PhiConfig", "PhiForCausalLM"),
     "Helium": ("HeliumConfig", "HeliumForCausalLM"),
-    "Qwen2-VL": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
-    "GLM-4.1V": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
     "Llama 4 (with pictures)": ("Llama4Config", "Llama4ForConditionalGeneration"),
     "Llama 3.2 (with pictures)": ("MllamaConfig", "MllamaForConditionalGeneration"),
 }
