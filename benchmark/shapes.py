@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmark.families import FAMILIES, FP8_BLOCKS, drafter_of
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "checkpoints" / "tiny"
 
@@ -23,11 +25,13 @@ class Shape:
         target: what its config.json has beside the fields that all Qwen3 models share.
         drafter: fields in which the drafter's config.json differs from the target's.
         folder: holds target/ and drafter/ with real weights; None for dummy weights.
+        other: whether the drafter has nothing of the target's config.json but what it says itself.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    other: bool = False
 
 
 def _qwen3(**fields: Any) -> dict[str, Any]:
@@ -126,8 +130,16 @@ SHAPES = {
     ),
     "tiny": Shape(folder=TINY),
 }
+SHAPES["qwen3-8b-fp8"] = Shape(
+    SHAPES["qwen3-8b"].target | {"quantization_config": FP8_BLOCKS}, SHAPES["qwen3-8b"].drafter
+)
+SHAPES |= {
+    name: Shape(target, drafter_of(target, inner), other=True)
+    for name, (target, inner) in FAMILIES.items()
+}
 
-_MOE = (
+_NOT_OF_DRAFTERS = (
+    "quantization_config",
     "moe_intermediate_size",
     "num_experts",
     "num_experts_per_tok",
@@ -152,7 +164,7 @@ def target_config(shape: Shape) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
         "use_sliding_window": False,
         "sliding_window": None,
-        "max_window_layers": shape.target["num_hidden_layers"],
+        "max_window_layers": shape.target.get("num_hidden_layers"),
         "use_cache": True,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
@@ -162,13 +174,13 @@ def target_config(shape: Shape) -> dict[str, Any]:
 
 def drafter_config(shape: Shape) -> dict[str, Any]:
     """Content of the drafter's config.json, in z-lab's format."""
-    target = target_config(shape)
-    dense = {name: value for name, value in target.items() if name not in _MOE}
+    target = target_config(Shape()) if shape.other else target_config(shape)
+    dense = {name: value for name, value in target.items() if name not in _NOT_OF_DRAFTERS}
     layers = shape.drafter["num_hidden_layers"]
     own = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "num_target_layers": target["num_hidden_layers"],
+        "num_target_layers": shape.target["num_hidden_layers"],
         "layer_types": ["full_attention"] * layers,
         "max_window_layers": layers,
     }

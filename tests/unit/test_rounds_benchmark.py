@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
 from benchmark import load, provenance, report, servers, shapes, tables, traces
 from sglang_dflash.checkpoint.load import check_target, load_config
+from sglang_dflash.checkpoint.target_class import check_model
 
 CURVE = [0.756, 0.584, 0.440, 0.320, 0.227, 0.153, 0.102, 0.066]
 
@@ -23,7 +25,15 @@ def test_shapes_are_pairs_that_fit(name: str, tmp_path: Path):
     check_target(config, SimpleNamespace(**raw), raw["vocab_size"])
     assert config.block_size == (10 if name == "llama-3.1-8b" else 16)
     assert config.num_attention_heads * config.head_dim >= config.hidden_size
-    assert "num_experts" not in shapes.read_config(drafter)
+    assert not {"num_experts", "quantization_config"} & shapes.read_config(drafter).keys()
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_shapes_are_served(name: str, tmp_path: Path):
+    """The release reads their configs, as classes that a drafter can tap."""
+    target, drafter = shapes.write_pair(shapes.SHAPES[name], tmp_path)
+    args = ServerArgs(model_path=str(target), device="cpu", attention_backend="triton")
+    check_model(load_config(str(drafter)), args.get_model_config(), "it", "--model-path")
 
 
 def test_tiny_shape_is_the_bundled_pair(tmp_path: Path):
