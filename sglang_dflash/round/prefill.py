@@ -17,6 +17,7 @@ from sglang_dflash.round.state import ends_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def prefill(
@@ -31,6 +32,7 @@ def prefill(
     if penalizer is not None:
         batch.sampling_info = replace(batch.sampling_info, penalizer_orchestrator=penalizer)
     result = target_worker.forward_batch_generation(batch)
+    wait_for_host(parts.target.runner)
     output = result.logits_output
     if output.taps is not None:  # a graph has written the context itself
         write_context(parts.draft.runner, output.taps, extend_positions(batch), batch.out_cache_loc)
@@ -51,6 +53,16 @@ def prefill(
         parts.penalties.count(batch.req_pool_indices, tokens, torch.ones_like(tokens[:, 0]))
     result.launched = batch  # whose tensors are read until the result is there
     return result
+
+
+def wait_for_host(target: ModelRunner) -> None:
+    """Lets what is launched next wait for all K/V, of both models, that the present prompts get from the host.
+
+    The release's attention waits for each of the target's layers; graphs, and the draft model, do not.
+    """
+    counter = getattr(target.token_to_kv_pool, "layer_transfer_counter", None)
+    if counter is not None:
+        counter.wait_until(counter.num_layers - 1)
 
 
 def rope_deltas(parts: Parts, batch: ModelWorkerBatch) -> torch.Tensor | None:

@@ -30,6 +30,7 @@ from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
 from sglang_dflash.round.graphs import RoundGraphs
 from sglang_dflash.round.parts import Parts
+from sglang_dflash.round.prefill import wait_for_host
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
 from sglang_dflash.round.stages import Blocks
 from sglang_dflash.round.target import TargetRows
@@ -141,6 +142,7 @@ class PromptGraphs:
 
     def replay(self, batch: ForwardBatch, **kwargs: Any) -> LogitsProcessorOutput:
         """What the model gives for prompts; their taps are context already."""
+        wait_for_host(self.runner)
         blocks, prompt_rows = self._blocks, len(batch.input_ids)
         first, longest = 0, int(batch.seq_lens_cpu.max())
         if blocks is not None:

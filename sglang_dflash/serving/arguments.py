@@ -13,6 +13,7 @@ from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.target_class import check_model, has_linear_attention
 from sglang_dflash.errors import DFlashError, end_with_the_sentence
 from sglang_dflash.serving.adapters import check_lora_arguments
+from sglang_dflash.serving.host_cache import check_host_cache
 from sglang_dflash.serving.linear_attention import check_linear_attention, choose_strategy
 from sglang_dflash.serving.places import check_places
 
@@ -27,7 +28,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_dp_attention", (False,), "batches are not synchronised between data-parallel ranks"),
     ("attn_cp_size", (1,), "a block is not split over ranks"),
     ("disaggregation_mode", ("null",), "draft KV is not transferred"),
-    ("enable_hierarchical_cache", (False,), "draft KV is not offloaded"),
+    ("hicache_storage_backend", (None,), "it would not hold the draft model's K/V"),
     (
         "enable_mixed_chunk",
         (False,),
@@ -96,6 +97,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     args.speculative_num_draft_tokens = block_size(args, config)
     _check_draft_window(args)
     check_lora_arguments(args)
+    check_host_cache(args, args.get_model_config())
     _check_prompt_slowdown(args)
     _check_verify(args)
     args.speculative_eagle_topk = 1
