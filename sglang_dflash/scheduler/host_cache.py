@@ -20,6 +20,7 @@ from sglang_dflash.serving.memory import pool_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import TreeNode
     from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.scheduler.base import DFlashWorkerBase
@@ -90,6 +91,14 @@ class BothInHiRadixCache(HiRadixCache):
             args.hicache_io_backend,
             args.hicache_write_policy,
         )
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        """Begins to copy a node to the host; how many tokens, 0 if there is no room.
+
+        Of the request that left it, an overlapped round in vain may still write the last token's K/V.
+        """
+        self.cache_controller.write_stream.wait_stream(self._rounds)
+        return super().write_backup(node, write_back)
 
     def ready_to_load_host_cache(self) -> int:
         """Begins to load what the next batch reads, if anything; a number by which the batch waits for it.

@@ -118,9 +118,11 @@ def count_last_token(req: Req) -> None:
     """Counts the K/V of a finished request's last token as committed, if it is there.
 
     It is if the token is a draft that was accepted, or if a round that was launched after it, in vain, runs
-    it as its bonus token. Plain decoding with overlap always launches such a step; without, never.
+    it as its bonus token. Plain decoding with overlap always launches such a step; without, never. What is copied to
+    the host at once (`host_waits`) must not wait for the rest of that round, which writes draft K/V.
     """
-    run = getattr(req, "last_was_draft", False) or getattr(req, "results_in_flight", 0) > 0
+    in_vain = getattr(req, "results_in_flight", 0) > 0 and not getattr(req, "host_waits", False)
+    run = getattr(req, "last_was_draft", False) or in_vain
     if req.finished() and run and _has_slot_left(req):
         req.kv_committed_len += 1
 

@@ -81,6 +81,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         late = waits_for_history(batch.reqs)
         for req in batch.reqs:
             req.results_in_flight = getattr(req, "results_in_flight", 0) + 1
+            req.host_waits = late and self._server_args.enable_hierarchical_cache
         if batch.forward_mode.is_extend():
             result = self.prefill(batch)
             result.next_draft_input = next_input

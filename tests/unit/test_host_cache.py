@@ -1,0 +1,183 @@
+"""K/V of both models on the host and back, in the release's own pools and prefix cache, on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from sglang_dflash.errors import DFlashError
+from sglang_dflash.scheduler.host_cache import BothInHiRadixCache
+from sglang_dflash.scheduler.results import count_last_token
+from sglang_dflash.serving.host_cache import host_slots
+
+SIZE, TOKENS, KEPT = 256, 64, 16
+COMMON: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+WAYS = [
+    *((page, policy, "layer_first") for page in (1, 16) for policy in ("write_through", "write_back")),
+    (1, "write_through_selective", "page_first_direct"),
+    (16, "write_back", "page_first_direct"),
+]
+
+
+class World:
+    """Pools of both models full of numbers that tell slots and layers apart, and the cache over them."""
+
+    def __init__(self, page: int, policy: str, layout: str, mla: bool = False, **given: Any):
+        if mla:
+            self.target = MLATokenToKVPool(
+                SIZE, page, kv_lora_rank=12, qk_rope_head_dim=4, layer_num=3, **COMMON
+            )
+        else:
+            self.target = MHATokenToKVPool(
+                SIZE, page, head_num=2, head_dim=8, layer_num=3, **COMMON
+            )
+        self.draft = MHATokenToKVPool(SIZE, page, head_num=1, head_dim=4, layer_num=2, **COMMON)
+        rest = (torch.float32, "cpu", self.target, False)
+        if page == 1:
+            self.slots = TokenToKVPoolAllocator(SIZE, *rest)
+        else:
+            self.slots = PagedTokenToKVPoolAllocator(SIZE, page, *rest)
+        args = ServerArgs(
+            model_path="dummy",
+            device="cpu",
+            attention_backend="torch_native",
+            enable_hierarchical_cache=True,
+            hicache_io_backend="direct",
+            hicache_mem_layout=layout,
+            hicache_write_policy=policy,
+            **given,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(4, SIZE, "cpu", enable_memory_saver=False),
+            token_to_kv_pool_allocator=self.slots,
+            page_size=page,
+        )
+        runner = SimpleNamespace(forward_stream=torch.cpu.Stream())
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(token_to_kv_pool=self.draft),
+            target_worker=SimpleNamespace(model_runner=runner),
+        )
+        self.cache = BothInHiRadixCache(params, args, worker)
+        for number, buffer in enumerate(self.buffers):
+            numbers = torch.arange(buffer.numel(), dtype=torch.float32)
+            buffer.copy_((numbers + number * 1e5).view(buffer.shape))
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """K and V of each layer of both models."""
+        target = self.target
+        mla = isinstance(target, MLATokenToKVPool)
+        own = target.kv_buffer if mla else [*target.k_buffer, *target.v_buffer]
+        return [*own, *self.draft.k_buffer, *self.draft.v_buffer]
+
+    def insert(self, tokens: list[int]) -> list[torch.Tensor]:
+        """What a request that has finished leaves: all K/V of its tokens, a copy."""
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens))).device_indices
+        slots = torch.cat([found, self.slots.alloc(len(tokens) - len(found))])
+        self.cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
+        return [buffer[slots].clone() for buffer in self.buffers]
+
+    def load(self, tokens: list[int]) -> tuple[int, list[torch.Tensor]]:
+        """How many tokens come from the host, and all K/V of the whole prefix."""
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        given = InitLoadBackParams(
+            last_host_node=found.last_host_node, host_hit_length=found.host_hit_length
+        )
+        loaded, node = self.cache.init_load_back(given)
+        self.cache.inc_lock_ref(node)
+        self.cache.ready_to_load_host_cache()
+        self.cache.check_hicache_events()
+        slots = torch.cat([found.device_indices, loaded])
+        self.cache.dec_lock_ref(node)
+        return len(loaded), [buffer[slots].clone() for buffer in self.buffers]
+
+
+@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize(("page", "policy", "layout"), WAYS)
+def test_both_come_back(one_rank: None, page: int, policy: str, layout: str, mla: bool) -> None:
+    """Part of a prefix from the device and part from the host, under other slots than it had."""
+    world = World(page, policy, layout, mla)
+    tokens = list(range(TOKENS))
+    world.insert(tokens[:KEPT])
+    kept = world.insert(tokens)
+    world.insert(tokens)  # hit twice, prefixes are on the host by any policy that does not wait
+    world.cache.check_hicache_events()
+    world.cache.evict(EvictParams(num_tokens=TOKENS - KEPT))
+    others = world.slots.alloc(world.slots.available_size())  # with the slots that were freed
+    for buffer in world.buffers:
+        buffer[others] = -1
+    world.slots.free(others[: TOKENS + KEPT])
+    loaded, back = world.load(tokens)
+    assert loaded == TOKENS - KEPT
+    for left, right in zip(kept, back, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_sizes(one_rank: None) -> None:
+    """Either flag counts K/V of both models, and both pools on the host have as many slots."""
+    world = World(16, "write_through", "layer_first", hicache_ratio=3.0)
+    host = world.cache.cache_controller.mem_pool_host
+    assert host.size == host._draft.size == 3 * SIZE + 16
+    target, draft = 2 * 3 * 2 * 8 * 4, 2 * 2 * 4 * 4  # bytes of a token
+    args = SimpleNamespace(hicache_size=1, hicache_ratio=3.0)
+    assert host_slots(args, SIZE, target + draft) == 10**9 // (target + draft)
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "named"),
+    [
+        (1, 2.0, "--hicache-size 1 holds K/V of both models for 1000 tokens, and the device for 5000"),
+        (10**6, 2.0, "--hicache-size 1000000 needs 1000000.00 GB"),
+        (0, 10.0**6, "--hicache-ratio 1000000.0 needs 5000000.00 GB"),
+    ],
+)
+def test_no_room(size: int, ratio: float, named: str) -> None:
+    args = SimpleNamespace(hicache_size=size, hicache_ratio=ratio)
+    with pytest.raises(DFlashError) as caught:
+        host_slots(args, 5000, 10**6)
+    assert named in str(caught.value)
+
+
+def test_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(available=(10 << 30) + 5 * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    args = SimpleNamespace(hicache_size=5, hicache_ratio=2.0)
+    assert host_slots(args, 100, 10**6) == 5000
+    args.hicache_size = 6
+    with pytest.raises(DFlashError, match="5.00 GB are free"):
+        host_slots(args, 100, 10**6)
+
+
+def test_storage_is_refused_at_run_time(one_rank: None) -> None:
+    attached, why = World(1, "write_through", "layer_first").cache.attach_storage_backend("file")
+    assert not attached and "hicache_storage_backend file is not supported with DFLASH" in why
+
+
+@pytest.mark.parametrize(("waits", "counted"), [(False, 1), (True, 0)])
+def test_the_last_token_of_a_round_that_is_not_launched_to_its_end(
+    waits: bool, counted: int
+) -> None:
+    """Its draft K/V is not there yet when the prefix is copied to the host."""
+    req = Req("r", "", [5] * 8, SamplingParams(max_new_tokens=1))
+    req.kv_committed_len, req.kv_allocated_len = 8, 16
+    req.finished_reason, req.results_in_flight, req.host_waits = FINISH_LENGTH(1), 1, waits
+    count_last_token(req)
+    assert req.kv_committed_len == 8 + counted
