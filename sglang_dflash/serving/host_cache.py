@@ -1,4 +1,4 @@
-"""`--enable-hierarchical-cache`: which of its flags go with DFLASH, and how many tokens the host holds of both models."""
+"""`--enable-hierarchical-cache`: which of its flags go with DFLASH, and how many tokens of both models the host holds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def check_host_cache(args: ServerArgs, target: ModelConfig) -> None:
         raise DFlashError(
             f"--hicache-io-backend {io} is not supported with DFLASH: choose one of {', '.join(_LAYOUTS)}."
         )
-    layouts = [name for name in _LAYOUTS[io] if not (name == "page_head" and args.use_mla_backend())]
+    layouts = [
+        name for name in _LAYOUTS[io] if not (name == "page_head" and args.use_mla_backend())
+    ]
     if layout not in layouts:
         raise DFlashError(
             f"--hicache-mem-layout {layout} is not supported with DFLASH and --hicache-io-backend {io} here: choose "

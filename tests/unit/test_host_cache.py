@@ -30,7 +30,11 @@ from sglang_dflash.serving.host_cache import host_slots
 SIZE, TOKENS, KEPT = 256, 64, 16
 COMMON: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
 WAYS = [
-    *((page, policy, "layer_first") for page in (1, 16) for policy in ("write_through", "write_back")),
+    *(
+        (page, policy, "layer_first")
+        for page in (1, 16)
+        for policy in ("write_through", "write_back")
+    ),
     (1, "write_through_selective", "page_first_direct"),
     (16, "write_back", "page_first_direct"),
 ]
@@ -144,7 +148,11 @@ def test_sizes(one_rank: None) -> None:
 @pytest.mark.parametrize(
     ("size", "ratio", "named"),
     [
-        (1, 2.0, "--hicache-size 1 holds K/V of both models for 1000 tokens, and the device for 5000"),
+        (
+            1,
+            2.0,
+            "--hicache-size 1 holds K/V of both models for 1000 tokens, and the device for 5000",
+        ),
         (10**6, 2.0, "--hicache-size 1000000 needs 1000000.00 GB"),
         (0, 10.0**6, "--hicache-ratio 1000000.0 needs 5000000.00 GB"),
     ],
