@@ -1,4 +1,4 @@
-"""`--enable-hierarchical-cache`: which of its flags go with DFLASH, and how many tokens of both models the host holds."""
+"""`--enable-hierarchical-cache`: which flags go with it under DFLASH, and how many tokens of both models it holds."""
 
 from __future__ import annotations
 
@@ -60,10 +60,16 @@ def _check_target(args: ServerArgs, target: ModelConfig) -> None:
             f"{flag} {args.model_path}, whose states of linear attention are not kept on the host beside both models' "
             "K/V: leave it out."
         )
-    if target.is_hybrid_swa:
+    # For some targets the release sets the flag once it has looked at them.
+    if target.is_hybrid_swa and not args.disable_hybrid_swa_memory:
         raise DFlashError(
             f"{flag} {args.model_path}, whose sliding layers keep K/V in a pool of their own: leave it out, or add "
             "--disable-hybrid-swa-memory."
+        )
+    if not args.use_mla_backend() and target.v_head_dim != target.head_dim:
+        raise DFlashError(
+            f"{flag} {args.model_path}, whose values have {target.v_head_dim} dimensions and whose keys have "
+            f"{target.head_dim}, because the release copies both alike: leave it out."
         )
 
 

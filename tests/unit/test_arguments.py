@@ -127,10 +127,7 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
         (ADAPTABLE | {"max_loaded_loras": 2}, "--max-loaded-loras 2 is less than --max-loras-per"),
         (ADAPTABLE | {"max_loras_per_batch": 0}, "--max-loras-per-batch 0 is below 1"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"),
-        (
-            {"enable_hierarchical_cache": True},
-            "--enable-hierarchical-cache is not supported with DFLASH",
-        ),
+        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend file is not supported"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_double_sparsity": True}, "--enable-double-sparsity"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,15 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from transformers import Qwen3NextConfig
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.scheduler.host_cache import BothInHiRadixCache
 from sglang_dflash.scheduler.results import count_last_token
-from sglang_dflash.serving.host_cache import host_slots
+from sglang_dflash.serving.host_cache import check_host_cache, host_slots
+from tests.unit.decoders import DELTA_NETS, SIZES, write_drafter
+from tests.unit.sliding import DRAFTER_ON_GPUS, write_gpt_oss, write_mimo
+from tests.unit.test_arguments import arguments, refusal
 
 SIZE, TOKENS, KEPT = 256, 64, 16
 COMMON: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
@@ -177,6 +182,63 @@ def test_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_storage_is_refused_at_run_time(one_rank: None) -> None:
     attached, why = World(1, "write_through", "layer_first").cache.attach_storage_backend("file")
     assert not attached and "hicache_storage_backend file is not supported with DFLASH" in why
+
+
+ENABLED = {"enable_hierarchical_cache": True}
+
+
+def test_arguments() -> None:
+    """A CPU has no kernels that copy; the default gives way, and the layout with it."""
+    args = arguments(**ENABLED)
+    assert (args.hicache_io_backend, args.hicache_mem_layout) == ("direct", "layer_first")
+    args = arguments(**ENABLED, hicache_mem_layout="page_first", page_size=16)
+    assert (args.hicache_io_backend, args.hicache_mem_layout) == ("direct", "page_first_direct")
+    assert arguments().hicache_io_backend == "kernel"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hicache_ratio": 1.0}, "--hicache-ratio 1.0 makes the host's cache no larger"),
+        ({"hicache_io_backend": "kernel_ascend"}, "--hicache-io-backend kernel_ascend is not"),
+        ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head is not supported"),
+        ({"hicache_storage_backend": "file"}, "--hicache-storage-backend file is not supported"),
+    ],
+)
+def test_refused_arguments(changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(**ENABLED | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("linear", "whose states of linear attention are not kept on the host"),
+        ("two pools", "whose sliding layers keep K/V in a pool of their own"),
+        ("heads", "whose values have 8 dimensions and whose keys have 16"),
+    ],
+)
+def test_refused_targets(tmp_path: Path, kind: str, why: str) -> None:
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    drafter.mkdir()
+    if kind == "linear":
+        config = Qwen3NextConfig(**SIZES | DELTA_NETS, architectures=["Qwen3NextForCausalLM"])
+        config.save_pretrained(target)
+    else:
+        {"two pools": write_gpt_oss, "heads": write_mimo}[kind](target)
+    write_drafter(drafter, **DRAFTER_ON_GPUS if kind == "two pools" else {})
+    pair = {"model_path": str(target), "speculative_draft_model_path": str(drafter)}
+    own = {"linear": {"max_mamba_cache_size": 8}, "two pools": {"attention_backend": "triton"}}
+    assert why in refusal(**ENABLED | pair | own.get(kind, {}))
+
+
+def test_layouts_of_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, kernels read heads one by one only where there are heads."""
+    args = arguments(**ENABLED)
+    args.device, args.hicache_io_backend, args.hicache_mem_layout = "cuda", "kernel", "page_head"
+    check_host_cache(args, args.get_model_config())
+    monkeypatch.setattr(args, "use_mla_backend", lambda: True)
+    with pytest.raises(DFlashError, match="choose one of layer_first, page_first\\."):
+        check_host_cache(args, args.get_model_config())
 
 
 @pytest.mark.parametrize(("waits", "counted"), [(False, 1), (True, 0)])
