@@ -25,6 +25,7 @@ from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3NextConfig
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.round.prefill import wait_for_host
 from sglang_dflash.scheduler.host_cache import BothInHiRadixCache
 from sglang_dflash.scheduler.results import count_last_token
 from sglang_dflash.serving.host_cache import check_host_cache, host_slots
@@ -33,7 +34,6 @@ from tests.unit.sliding import DRAFTER_ON_GPUS, write_gpt_oss, write_mimo
 from tests.unit.test_arguments import arguments, refusal
 
 SIZE, TOKENS, KEPT = 256, 64, 16
-COMMON: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
 WAYS = [
     *(
         (page, policy, "layer_first")
@@ -48,17 +48,32 @@ WAYS = [
 class World:
     """Pools of both models full of numbers that tell slots and layers apart, and the cache over them."""
 
-    def __init__(self, page: int, policy: str, layout: str, mla: bool = False, **given: Any):
+    def __init__(
+        self,
+        page: int,
+        policy: str = "write_through",
+        layout: str = "layer_first",
+        mla: bool = False,
+        io: str = "direct",
+        device: str = "cpu",
+        wide: int = 1,
+        **given: Any,
+    ):
+        """
+        Args:
+            wide: by how much heads are wider than they must be; kernels copy 16 bytes at once.
+            given: more arguments of the server.
+        """
+        like: dict[str, Any] = {"layer_num": 3, "dtype": torch.float32, "device": device}
+        like["enable_memory_saver"] = False
         if mla:
-            self.target = MLATokenToKVPool(
-                SIZE, page, kv_lora_rank=12, qk_rope_head_dim=4, layer_num=3, **COMMON
-            )
+            ranks = {"kv_lora_rank": 12 * wide, "qk_rope_head_dim": 4 * wide}
+            self.target = MLATokenToKVPool(SIZE, page, **ranks, **like)
         else:
-            self.target = MHATokenToKVPool(
-                SIZE, page, head_num=2, head_dim=8, layer_num=3, **COMMON
-            )
-        self.draft = MHATokenToKVPool(SIZE, page, head_num=1, head_dim=4, layer_num=2, **COMMON)
-        rest = (torch.float32, "cpu", self.target, False)
+            self.target = MHATokenToKVPool(SIZE, page, head_num=2, head_dim=8 * wide, **like)
+        like["layer_num"] = 2
+        self.draft = MHATokenToKVPool(SIZE, page, head_num=1, head_dim=4 * wide, **like)
+        rest = (torch.float32, device, self.target, False)
         if page == 1:
             self.slots = TokenToKVPoolAllocator(SIZE, *rest)
         else:
@@ -68,26 +83,28 @@ class World:
             device="cpu",
             attention_backend="torch_native",
             enable_hierarchical_cache=True,
-            hicache_io_backend="direct",
+            hicache_io_backend=io,
             hicache_mem_layout=layout,
             hicache_write_policy=policy,
             **given,
         )
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=ReqToTokenPool(4, SIZE, "cpu", enable_memory_saver=False),
+            req_to_token_pool=ReqToTokenPool(4, SIZE, device, enable_memory_saver=False),
             token_to_kv_pool_allocator=self.slots,
             page_size=page,
         )
-        runner = SimpleNamespace(forward_stream=torch.cpu.Stream())
+        module = torch.get_device_module(device)
+        self.runner = SimpleNamespace(forward_stream=module.Stream(), token_to_kv_pool=self.target)
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(token_to_kv_pool=self.draft),
-            target_worker=SimpleNamespace(model_runner=runner),
+            target_worker=SimpleNamespace(model_runner=self.runner),
         )
         self.cache = BothInHiRadixCache(params, args, worker)
         for number, buffer in enumerate(self.buffers):
-            numbers = torch.arange(buffer.numel(), dtype=torch.float32)
+            numbers = torch.arange(buffer.numel(), dtype=torch.float32, device=device)
             buffer.copy_((numbers + number * 1e5).view(buffer.shape))
+        module.synchronize()
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -112,22 +129,21 @@ class World:
         )
         loaded, node = self.cache.init_load_back(given)
         self.cache.inc_lock_ref(node)
-        self.cache.ready_to_load_host_cache()
-        self.cache.check_hicache_events()
+        counter = self.cache.cache_controller.layer_done_counter
+        counter.set_consumer(self.cache.ready_to_load_host_cache())
+        wait_for_host(self.runner)
         slots = torch.cat([found.device_indices, loaded])
         self.cache.dec_lock_ref(node)
         return len(loaded), [buffer[slots].clone() for buffer in self.buffers]
 
 
-@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-@pytest.mark.parametrize(("page", "policy", "layout"), WAYS)
-def test_both_come_back(one_rank: None, page: int, policy: str, layout: str, mla: bool) -> None:
+def bring_back(world: World) -> None:
     """Part of a prefix from the device and part from the host, under other slots than it had."""
-    world = World(page, policy, layout, mla)
     tokens = list(range(TOKENS))
     world.insert(tokens[:KEPT])
     kept = world.insert(tokens)
     world.insert(tokens)  # hit twice, prefixes are on the host by any policy that does not wait
+    torch.get_device_module(world.target.device).synchronize()
     world.cache.check_hicache_events()
     world.cache.evict(EvictParams(num_tokens=TOKENS - KEPT))
     others = world.slots.alloc(world.slots.available_size())  # with the slots that were freed
@@ -140,9 +156,15 @@ def test_both_come_back(one_rank: None, page: int, policy: str, layout: str, mla
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize(("page", "policy", "layout"), WAYS)
+def test_both_come_back(one_rank: None, page: int, policy: str, layout: str, mla: bool) -> None:
+    bring_back(World(page, policy, layout, mla))
+
+
 def test_sizes(one_rank: None) -> None:
     """Either flag counts K/V of both models, and both pools on the host have as many slots."""
-    world = World(16, "write_through", "layer_first", hicache_ratio=3.0)
+    world = World(16, hicache_ratio=3.0)
     host = world.cache.cache_controller.mem_pool_host
     assert host.size == host._draft.size == 3 * SIZE + 16
     target, draft = 2 * 3 * 2 * 8 * 4, 2 * 2 * 4 * 4  # bytes of a token
@@ -180,7 +202,7 @@ def test_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_storage_is_refused_at_run_time(one_rank: None) -> None:
-    attached, why = World(1, "write_through", "layer_first").cache.attach_storage_backend("file")
+    attached, why = World(1).cache.attach_storage_backend("file")
     assert not attached and "hicache_storage_backend file is not supported with DFLASH" in why
 
 
