@@ -12,9 +12,12 @@ from tests.server.checks import accept_length, assert_same, assert_speculated
 from tests.server.harness import DEVICE, Server
 
 POOL = 1200  # slots; all that is asked takes several times as many
-ARGUMENTS = (
+HOST = (
     "--enable-hierarchical-cache",
     *("--max-total-tokens", str(POOL), "--hicache-ratio", "16", "--max-running-requests", "8"),
+)
+ARGUMENTS = (
+    *HOST,
     *("--enable-metrics", "--reasoning-parser", "qwen3"),
 )
 BETWEEN = 30  # prompts that crowd the others out

@@ -21,12 +21,14 @@ from tests.server.harness import (
 )
 from tests.server.host_hits import (
     ARGUMENTS,
+    HOST,
     POOL,
     assert_hits,
     crowd_out,
     host_tokens,
     skip_without_memory,
 )
+from tests.unit.decoders import write_drafter, write_target
 
 WAYS = {
     "pages": (
@@ -136,3 +138,31 @@ def test_session(server: Server, plain: Server, prompts: list[str], tokenizer) -
         assert (host_tokens(answer) >= 16) == (number == 0)
         context += answer["output_ids"]
     server.post("/close_session", {"session_id": opened})
+
+
+@pytest.mark.long
+@pytest.mark.skipif(DEVICE != "cpu", reason="its tiny heads are made for a CPU")
+@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+def test_latents(worker: str, tmp_path: Path, logs: Path) -> None:
+    """A target with MLA, whose pool is of another kind than the draft model's."""
+    skip_without_memory()
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    drafter.mkdir()
+    write_target(target, "DeepSeek-V3", embedding=0.4)
+    pair = ("--model-path", str(target), "--skip-tokenizer-init")
+    asked = [[(7 * n + 31 * i) % 300 + 5 for i in range(40 + n)] for n in range(38)]
+    tokens = {"max_new_tokens": 40, "ignore_eos": True}
+    with running(logs / f"host-latents-{worker}-plain.log", *pair) as plain:
+        expected = [plain.generate(ids, **tokens)["output_ids"] for ids in asked[:6]]
+    pair += ("--speculative-draft-model-path", str(write_drafter(drafter)), "--page-size", "16")
+    with running(logs / f"host-latents-{worker}.log", *pair, *HOST, worker=worker) as server:
+        for ids in asked[:6]:
+            server.generate(ids, **tokens)
+        on_device = [server.generate(ids, **tokens) for ids in asked[:6]]
+        server.generate_all(asked[6:], 4, **tokens)
+        on_host = [server.generate(ids, **tokens) for ids in asked[:6]]
+        for ids, first, then in zip(expected, on_device, on_host, strict=True):
+            assert host_tokens(first) == 0 and host_tokens(then) == 32
+            assert then["output_ids"] == ids
+            assert first["meta_info"]["spec_verify_ct"] == then["meta_info"]["spec_verify_ct"]
+        server.check_idle()
