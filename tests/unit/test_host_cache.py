@@ -162,6 +162,35 @@ def test_both_come_back(one_rank: None, page: int, policy: str, layout: str, mla
     bring_back(World(page, policy, layout, mla))
 
 
+class Waiting(torch.cpu.Stream):
+    """A stream that tells for whom it waits; on a CPU nobody has to."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited_for: list[torch.cpu.Stream] = []
+
+    def wait_stream(self, stream: torch.cpu.Stream) -> None:
+        self.waited_for.append(stream)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_copies_wait_for_rounds(one_rank: None, policy: str) -> None:
+    """A round in vain writes the last token's K/V, and to slots that are free: copies come behind it."""
+    world = World(1, policy)
+    controller = world.cache.cache_controller
+    controller.write_stream, controller.load_stream = Waiting(), Waiting()
+    rounds, tokens = world.runner.forward_stream, list(range(TOKENS))
+    world.insert(tokens)
+    world.cache.check_hicache_events()
+    world.cache.evict(EvictParams(num_tokens=TOKENS))
+    assert controller.write_stream.waited_for == [rounds]
+    assert controller.load_stream.waited_for == []
+    world.cache.ready_to_load_host_cache()
+    assert controller.load_stream.waited_for == []  # there was nothing to load
+    world.load(tokens)
+    assert controller.load_stream.waited_for == [rounds]
+
+
 def test_sizes(one_rank: None) -> None:
     """Either flag counts K/V of both models, and both pools on the host have as many slots."""
     world = World(16, hicache_ratio=3.0)

@@ -170,6 +170,7 @@ def worker() -> tuple[DFlashWorkerV2, list[str]]:
     made, reasons = object.__new__(DFlashWorkerV2), []
     made.width, made.metrics = WIDTH, SimpleNamespace(fell_back=reasons.append)
     made.linear_states = None
+    made._server_args = SimpleNamespace(enable_hierarchical_cache=True)
     return made, reasons
 
 
@@ -214,6 +215,7 @@ def test_draws_that_need_history_are_launched_behind_the_result(in_flight: int, 
         assert result.next_token_ids is None and result.delay_sample_func() is result
     assert result.next_token_ids.tolist() == [5, 6] and result.accept_lens.tolist() == [2]
     assert constrained.results_in_flight == in_flight + 1
+    assert constrained.host_waits == other.host_waits == late
 
 
 @settings(deadline=None)
