@@ -149,6 +149,15 @@ _NOT_OF_DRAFTERS = (
 )
 
 
+def plain_shapes() -> list[str]:
+    """Those of Llama's and Qwen3's plain weights, into which a smaller pair can be written."""
+    return [
+        name
+        for name, shape in SHAPES.items()
+        if not (shape.folder or shape.other or "quantization_config" in shape.target)
+    ]
+
+
 def target_config(shape: Shape) -> dict[str, Any]:
     """Content of the target's config.json."""
     rope_theta = 1000000.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.shapes import SHAPES, TINY
+from benchmark.shapes import SHAPES, TINY, plain_shapes
 from checkpoints.inflate.pair import inflate
 from sglang_dflash.errors import DFlashError
 
@@ -43,8 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    shapes = [name for name, shape in SHAPES.items() if shape.folder is None]
-    add("--shape", required=True, choices=shapes, help="of the large pair")
+    add("--shape", required=True, choices=plain_shapes(), help="of the large pair")
     add("--out", required=True, type=Path, metavar="DIR", help="new folders are made in it")
     add(
         "--target",

@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmark.shapes import SHAPES, TINY, Shape, drafter_config, read_config, target_config
+from benchmark.shapes import (
+    SHAPES,
+    TINY,
+    Shape,
+    drafter_config,
+    plain_shapes,
+    read_config,
+    target_config,
+)
 from checkpoints.inflate.__main__ import main
 from checkpoints.inflate.pair import inflate
 from checkpoints.inflate.shards import WRITERS, write_shards
@@ -262,7 +270,7 @@ def test_several_drafters(
         assert by_tap == [tap in used for tap in (1, 3, 5, 6)]
 
 
-@pytest.mark.parametrize("name", [name for name, each in SHAPES.items() if each.folder is None])
+@pytest.mark.parametrize("name", plain_shapes())
 def test_shapes(name: str) -> None:
     """The bundled pair, or a Llama of its sizes, fits each shape, and no weight is rounded."""
     tiny = read_config(TINY / "target")
