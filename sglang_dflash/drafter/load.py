@@ -76,6 +76,9 @@ def draft_server_args(server_args: ServerArgs, target: ModelRunner) -> ServerArg
     args.speculative_draft_model_quantization = None
     args.trust_remote_code = False
     args.enable_lora, args.lora_paths = False, None  # adapters are the target's
+    args.enable_weights_cpu_backup = args.enable_draft_weights_cpu_backup = (
+        False  # see set_aside.py
+    )
     args.skip_tokenizer_init = True
     args.attention_backend = (
         server_args.speculative_draft_attention_backend or server_args.attention_backend

@@ -25,6 +25,7 @@ from sglang_dflash.round.captured_models import (
     CapturedTarget,
     CapturedWindowedModel,
 )
+from sglang_dflash.round.capturing import capturing
 from sglang_dflash.round.costs import Staircase, milliseconds, orderly
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
@@ -246,11 +247,11 @@ class RoundGraphs:
             self._accept(drafted, self._verify(drafted, read))
         torch.cuda.synchronize()
         first, second, greedy = (torch.cuda.CUDAGraph() for _ in range(3))
-        with torch.cuda.graph(first, pool=pool, stream=stream):
+        with capturing(first, pool, stream):
             drafted = self._propose(key, read)
-        with torch.cuda.graph(second, pool=pool, stream=stream):
+        with capturing(second, pool, stream):
             blocks = self._verify(drafted, read)
-        with torch.cuda.graph(greedy, pool=pool, stream=stream):
+        with capturing(greedy, pool, stream):
             accepted, told = self._accept(drafted, blocks)
         return Captured(first, drafted, second, blocks, greedy, accepted, told, read)
 

@@ -26,6 +26,7 @@ from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.captured_models import CapturedAdaptedPass, CapturedTarget
+from sglang_dflash.round.capturing import capturing
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
 from sglang_dflash.round.graphs import RoundGraphs
@@ -250,7 +251,7 @@ class PromptGraphs:
             self._run(key, target)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+        with capturing(graph, self.pool, stream):
             rows = self._run(key, target)
         return Captured(graph, rows, target)
 

@@ -14,6 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.cpu.eager import compile_only_when_asked
+from sglang_dflash.drafter.set_aside import SetAside, clean_pools
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.adapter_buffers import has_adapters
@@ -27,7 +28,7 @@ from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
 from sglang_dflash.scheduler.riding import Riding
 from sglang_dflash.scheduler.watch import watch_of
-from sglang_dflash.serving.acceptance_watch import AcceptanceWatch, AdapterWatch
+from sglang_dflash.serving.acceptance_watch import AcceptanceWatch, AdapterWatch, WeightsWatch
 from sglang_dflash.serving.admission import bound_requests
 from sglang_dflash.serving.memory import pool_bytes, report_memory
 from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, round_metrics
@@ -94,6 +95,8 @@ class DFlashWorkerBase:
         self.adapter_watch = None
         if self.parts.adapters is not None and tp_rank == 0:
             self.adapter_watch = AdapterWatch(self.parts.adapters.manager.name_of)
+        self.weights_watch = WeightsWatch(tp_rank == 0)
+        self._aside: SetAside | None = None
         self.watch = watch_of(self.parts.req_to_token.device)
         if tp_rank == 0:
             report_memory(target_worker.model_runner, self.model_runner)
@@ -211,6 +214,7 @@ class DFlashWorkerBase:
             counted = [bool(tokens) for tokens in committed.taken]
             self.metrics.expected(chances[counted], verified[counted], lengths[counted])
         self.acceptance.note(committed.lengths)
+        self.weights_watch.note(committed.lengths)
         if self.adapter_watch is not None:
             self.adapter_watch.note((req.lora_id for req in reqs), committed.taken)
         taken = [len(each) for each in committed.taken if each]
@@ -228,11 +232,29 @@ class DFlashWorkerBase:
         """New weights are the target's; the drafter keeps its own, as it does from disk."""
         return self.target_worker.update_weights_from_tensor(request)
 
+    def new_weights(self) -> None:
+        """The target has other weights."""
+        self.weights_watch.new_weights()
+
+    def set_aside(self) -> None:
+        """Before memory is released: what is lost with it and nobody sends again."""
+        if self._aside is None:
+            self._aside = SetAside(self.model_runner)
+            logger.info("DFLASH keeps %d bytes of the drafter on the host", self._aside.nbytes)
+
+    def put_back(self) -> None:
+        """After all memory of both models is resumed."""
+        if self._aside is not None:
+            self._aside.put_back()
+            clean_pools(self.target_worker.model_runner, self.model_runner)
+            self._aside = None
+
     def clear_cache_pool(self) -> None:
         """On `/flush_cache` of an idle server. Draft KV lies under the target's slots, which are free.
 
-        What rounds take is measured anew if that was disturbed; all ranks are here then.
+        What rounds take is measured anew if that was disturbed; all ranks are here then. It is not where the memory
+        that they read is released.
         """
-        if self.rounds.disturbed:
+        if self.rounds.disturbed and self._aside is None:
             self.planner.take(self._costs())
         give_memory_back()

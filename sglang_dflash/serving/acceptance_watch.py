@@ -1,4 +1,7 @@
-"""A word in the log if a drafter is never right, or seldom under an adapter: the output stays correct, only slower."""
+"""A word in the log if a drafter is never right, or seldom under an adapter or with new weights of the target.
+
+The output stays correct, only slower.
+"""
 
 from __future__ import annotations
 
@@ -82,3 +85,43 @@ class AdapterWatch:
                 mine,
                 base,
             )
+
+
+class WeightsWatch:
+    """Compares what is accepted after each update of the target's weights with the most that was with earlier ones."""
+
+    def __init__(self, speaks: bool = True):
+        """
+        Args:
+            speaks: whether this rank is the one that says it.
+        """
+        self._speaks = speaks
+        self._updates = self._steps = self._drafts = 0
+        self._most = 0.0
+        self._warned = False
+
+    def new_weights(self) -> None:
+        """The target's weights were updated, or a part of them; what is accepted is counted anew."""
+        if self._steps >= STEPS:
+            self._most = max(self._most, self._drafts / self._steps)
+        self._updates += 1
+        self._steps = self._drafts = 0
+
+    def note(self, lengths: Iterable[int]) -> None:
+        """Takes the accept length of each verify step that counts, the bonus token included."""
+        for length in lengths:
+            self._steps += 1
+            self._drafts += length - 1
+        if self._steps < STEPS:
+            return
+        now = self._drafts / self._steps
+        fell = now < self._most / 2
+        if fell and not self._warned and self._speaks:
+            logger.warning(
+                "DFLASH: since update %d of the target's weights %.2f drafts of a verify step are accepted, and up to "
+                "%.2f were with earlier ones: the drafter keeps its own, trained for those, so decoding is slower.",
+                self._updates,
+                now,
+                self._most,
+            )
+        self._warned = fell

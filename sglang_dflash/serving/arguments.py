@@ -15,6 +15,7 @@ from sglang_dflash.errors import DFlashError, end_with_the_sentence
 from sglang_dflash.serving.adapters import check_lora_arguments
 from sglang_dflash.serving.host_cache import check_host_cache
 from sglang_dflash.serving.linear_attention import check_linear_attention, choose_strategy
+from sglang_dflash.serving.memory_saver import check_memory_saver
 from sglang_dflash.serving.places import check_places
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (False,),
         "tapped hidden states would be one rank's part",
     ),
-    ("enable_memory_saver", (False,), "only the target's weights are put back"),
     ("dllm_algorithm", (None,), "the target must be autoregressive"),
     ("enable_multi_layer_eagle", (False,), "it belongs to EAGLE"),
     ("speculative_token_map", (None,), "it belongs to EAGLE"),
@@ -98,6 +98,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     _check_draft_window(args)
     check_lora_arguments(args)
     check_host_cache(args, args.get_model_config())
+    check_memory_saver(args)
     _check_prompt_slowdown(args)
     _check_verify(args)
     args.speculative_eagle_topk = 1

@@ -31,6 +31,14 @@ _NEEDED = {
     "_memory_occupation": ("enable_memory_saver", "--enable-memory-saver"),
 }
 
+# Routes of the release that only one replica can serve, with what it was written for.
+_ONE_REPLICA = (
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+)
+
 
 def guard(app: FastAPI, server_args: Any) -> None:
     """Answers malformed requests to all routes of the app with status 400 and a sentence.
@@ -53,7 +61,7 @@ def _checked(route: APIRoute, server_args: Any) -> Callable[[Request], Awaitable
                 if declared is not None and (text := await request.body()):
                     _check_type(request.headers.get("content-type", ""))
                     check_loose_parts(check_body(text, declared), declared)
-                _check_operation(route.path, server_args)
+                check_operation(route.path, server_args)
             response = await handler(request)
             if isinstance(response, StreamingResponse):
                 response.body_iterator = await begun(response.body_iterator)
@@ -80,11 +88,16 @@ def _declared(route: APIRoute) -> Any:
     return ResponsesRequest if route.path == "/v1/responses" else field.field_info.annotation
 
 
-def _check_operation(path: str, server_args: Any) -> None:
+def check_operation(path: str, server_args: Any) -> None:
     """Refuses what the server was not started for."""
     for ending, (name, flag) in _NEEDED.items():
         if path.endswith(ending) and not getattr(server_args, name):
             raise DFlashError(f"{path} needs {flag}: start the server with it.")
+    if path in _ONE_REPLICA and server_args.dp_size > 1:
+        raise DFlashError(
+            f"{path} is not supported with --dp-size {server_args.dp_size}: send new weights through "
+            "/update_weights_from_disk, or start a server for each replica."
+        )
     if path == "/open_session" and server_args.dp_size > 1:
         # Each replica would answer, which ends the release's server; and a next turn may go to another one.
         raise DFlashError(

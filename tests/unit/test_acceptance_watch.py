@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash.serving.acceptance_watch import STEPS, AcceptanceWatch, AdapterWatch
+from sglang_dflash.serving.acceptance_watch import (
+    STEPS,
+    AcceptanceWatch,
+    AdapterWatch,
+    WeightsWatch,
+)
 
 
 def spoke(caplog: pytest.LogCaptureFixture) -> int:
@@ -71,3 +76,40 @@ def test_adapter_too_early(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2 * STEPS):
         watch.note(["id", None], [[0], []])
     assert not caplog.messages
+
+
+def fell(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("of the target's weights" in message for message in caplog.messages)
+
+
+def test_new_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, when enough was seen before and after; again when it had been better in between."""
+    watch = WeightsWatch()
+    watch.new_weights()  # before anything was asked
+    watch.note([5] * STEPS)
+    watch.new_weights()
+    watch.note([2] * (STEPS - 1))
+    assert fell(caplog) == 0
+    watch.note([2, 2])
+    watch.note([2])
+    assert fell(caplog) == 1
+    assert "since update 2 of the target's weights 1.00 drafts" in caplog.text
+    assert "and up to 4.00 were with earlier ones" in caplog.text
+    watch.new_weights()
+    watch.note([2] * STEPS)
+    assert fell(caplog) == 1
+    for length, times in ((4, 1), (1, 2)):
+        watch.new_weights()
+        watch.note([length] * STEPS)
+        assert fell(caplog) == times
+
+
+def test_new_weights_that_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Too few steps before; only one rank speaks."""
+    watch, silent = WeightsWatch(), WeightsWatch(speaks=False)
+    watch.note([5] * (STEPS - 1))
+    silent.note([5] * STEPS)
+    for each in (watch, silent):
+        each.new_weights()
+        each.note([1] * STEPS)
+    assert fell(caplog) == 0
