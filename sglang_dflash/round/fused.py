@@ -14,7 +14,7 @@ from torch import nn
 from sglang_dflash.drafter.model import DFlashDraftModel
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse
-from sglang_dflash.gpu.qwen3 import fuse_attention, unfuse_attention
+from sglang_dflash.gpu.in_place import fuse_in_place, restore
 from sglang_dflash.gpu.rank_sums import open_rank_sums
 from sglang_dflash.gpu.targets import Body, fused_body
 from sglang_dflash.gpu.tiling_times import time_tilings
@@ -78,12 +78,12 @@ def target_ways(model: nn.Module, body: Body | None) -> list[Way]:
         states, taps = body(batch.input_ids, batch.positions, batch)
         return [states, *taps]
 
-    ways = [Way(RELEASE, partial(unfuse_attention, model), run)]
-    if fuse_attention(model) > 0:
-        unfuse_attention(model)
-        ways.insert(0, Way(ATTENTION, partial(fuse_attention, model), run))
+    ways = [Way(RELEASE, partial(restore, model), run)]
+    if fuse_in_place(model) > 0:
+        restore(model)
+        ways.insert(0, Way(ATTENTION, partial(fuse_in_place, model), run))
     if body is not None:
-        ways.insert(0, Way(LAYERS, partial(unfuse_attention, model), run_fused))
+        ways.insert(0, Way(LAYERS, partial(restore, model), run_fused))
     return ways
 
 

@@ -17,6 +17,12 @@ from sglang_dflash.gpu.kernels.qk_norm_rope_store import (
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
+from sglang_dflash.gpu.kernels.sandwich_norm import (
+    norm,
+    norm_add,
+    norm_add_norm,
+    norm_reference,
+)
 from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, Tiling, launch, room_for
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
 from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
@@ -152,9 +158,12 @@ def test_accept_of_nan() -> None:
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (32, 8, 128), (3, 1, 64)])
-@pytest.mark.parametrize(("parts", "normed"), [(1, True), (1, False), (3, True), (2, False)])
+@pytest.mark.parametrize(
+    ("parts", "normed", "less_one"),
+    [(1, True, False), (1, False, False), (3, True, False), (2, False, False), (1, True, True)],
+)
 def test_qk_norm_rope_store(
-    q_heads: int, kv_heads: int, dim: int, parts: int, normed: bool
+    q_heads: int, kv_heads: int, dim: int, parts: int, normed: bool, less_one: bool
 ) -> None:
     n = 5
     qkv = torch.randn(parts, n, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
@@ -164,8 +173,9 @@ def test_qk_norm_rope_store(
     slots = torch.randperm(20, device=DEVICE)[:n]
     caches = [torch.zeros(20, kv_heads, dim, device=DEVICE) for _ in range(4)]
     arguments = (qkv if parts > 1 else qkv[0], *weights, 1e-6, cos_sin, positions, slots)
-    q = qk_norm_rope_store(*arguments, *caches[:2])
-    torch.testing.assert_close(q, qk_norm_rope_store_reference(*arguments, *caches[2:]))
+    q = qk_norm_rope_store(*arguments, *caches[:2], less_one)
+    expected = qk_norm_rope_store_reference(*arguments, *caches[2:], less_one)
+    torch.testing.assert_close(q, expected)
     torch.testing.assert_close(caches[:2], caches[2:])
 
 
@@ -197,6 +207,19 @@ def test_add_norm(n: int, size: int, parts: int) -> None:
     before = residual.clone()
     torch.testing.assert_close(add_norm(*arguments), add_norm_reference(*arguments))
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize(("n", "size"), [(5, 256), (3, 100), (40, 3840)])
+def test_sandwich_norm(n: int, size: int) -> None:
+    x, residual = torch.randn(2, n, size, device=DEVICE)
+    outer, inner = torch.rand(2, size, device=DEVICE) - 0.5
+    expected = norm_reference(x, outer, 1e-6)
+    torch.testing.assert_close(norm(x, outer, 1e-6), expected)
+    expected = expected + residual
+    torch.testing.assert_close(norm_add(x, residual, outer, 1e-6), expected)
+    total, y = norm_add_norm(x, residual, outer, inner, 1e-6)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(y, norm_reference(total, inner, 1e-6))
 
 
 @pytest.mark.parametrize(("n", "size"), [(3, 768), (40, 1500)])

@@ -23,15 +23,26 @@ def _whole(source, part_size, q_ptr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _norm_rope(x1, x2, weight_ptr, cos, sin, half, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+def _norm_rope(
+    x1,
+    x2,
+    weight_ptr,
+    cos,
+    sin,
+    half,
+    eps,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    LESS: tl.constexpr,
+):
     """Halves of heads, [heads, HALF] each: normed, rounded, rotated; float32."""
     dtype = x1.dtype
     n1, n2 = x1.to(tl.float32), x2.to(tl.float32)
     if NORM:
         variance = (tl.sum(n1 * n1, axis=1) + tl.sum(n2 * n2, axis=1)) / (2 * HALF)
         scale = tl.rsqrt(variance + eps)[:, None]
-        w1 = tl.load(weight_ptr + half).to(tl.float32)[None, :]
-        w2 = tl.load(weight_ptr + HALF + half).to(tl.float32)[None, :]
+        w1 = LESS + tl.load(weight_ptr + half).to(tl.float32)[None, :]
+        w2 = LESS + tl.load(weight_ptr + HALF + half).to(tl.float32)[None, :]
         # Rounded between norm and RoPE, because the kernels that this one stands for are two.
         n1 = (n1 * scale * w1).to(dtype).to(tl.float32)
         n2 = (n2 * scale * w2).to(dtype).to(tl.float32)
@@ -58,6 +69,7 @@ def _qk_norm_rope_store(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     NORM: tl.constexpr,
+    LESS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -85,13 +97,13 @@ def _qk_norm_rope_store(
         cos = tl.load(angles).to(tl.float32)[None, :]
         sin = tl.load(angles + HALF).to(tl.float32)[None, :]
         if first_head >= Q_HEADS:
-            y1, y2 = _norm_rope(x1, x2, k_weight_ptr, cos, sin, half, eps, HALF, NORM)
+            y1, y2 = _norm_rope(x1, x2, k_weight_ptr, cos, sin, half, eps, HALF, NORM, LESS)
             k_slot = tl.load(slots_ptr + token)
             k_target = k_cache_ptr + (k_slot * KV_HEADS + first_head - Q_HEADS) * 2 * HALF + offset
             tl.store(k_target, y1.to(dtype), mask=k_slot != 0)
             tl.store(k_target + HALF, y2.to(dtype), mask=k_slot != 0)
         else:
-            z1, z2 = _norm_rope(x1, x2, q_weight_ptr, cos, sin, half, eps, HALF, NORM)
+            z1, z2 = _norm_rope(x1, x2, q_weight_ptr, cos, sin, half, eps, HALF, NORM, LESS)
             q_target = q_ptr + (token * Q_HEADS + first_head) * 2 * HALF + offset
             tl.store(q_target, z1.to(dtype))
             tl.store(q_target + HALF, z2.to(dtype))
@@ -107,6 +119,7 @@ def qk_norm_rope_store(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    less_one: bool = False,
 ) -> torch.Tensor:
     """Writes K and V of `n` tokens to their slots and returns Q, ready for attention.
 
@@ -117,6 +130,7 @@ def qk_norm_rope_store(
         cos_sin_cache: [positions, head_dim], cosines then sines; all of a head is rotated.
         positions, slots: [n] int64; slot 0 is not written (`clean_slot.py`).
         k_cache, v_cache: [slots, kv_heads, head_dim], written; head_dim is a power of two.
+        less_one: whether weights of norms are stored less one.
 
     Returns:
         [n, q_heads * head_dim] of the dtype of the caches, normed and rotated.
@@ -146,6 +160,7 @@ def qk_norm_rope_store(
         HEADS=heads,
         PARTS=len(qkv) if qkv.dim() == 3 else 1,
         NORM=q_weight is not None,
+        LESS=1.0 if less_one else 0.0,
         EARLY=early,
         launch_pdl=early,
         num_warps=triton.cdiv(heads * head_dim, 128),
@@ -163,6 +178,7 @@ def qk_norm_rope_store_reference(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    less_one: bool = False,
 ) -> torch.Tensor:
     """What `qk_norm_rope_store` does."""
     kv_heads, head_dim = k_cache.shape[1:]
@@ -175,7 +191,7 @@ def qk_norm_rope_store_reference(
         normed = x.float()
         if weight is not None:
             scale = torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
-            normed = (normed * scale * weight.float()).to(x.dtype).float()
+            normed = (normed * scale * (less_one + weight.float())).to(x.dtype).float()
         first, second = normed.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(
             x.dtype
