@@ -29,7 +29,7 @@ class Fa3SideBySide(Fa3BlockAttention):
             rows: the most that a request can have.
         """
         super().__init__(runner, cache_lengths, page_table, rows, causal=True, short=True)
-        self.cu_seqlens_q = ends
+        self.ends = self.cu_seqlens_q = ends
         # The launch that would put parts of the keys together has programs for as many rows of every request as one
         # can have, nearly all of them empty: it takes longer than attention itself.
         self.num_splits = 1

@@ -85,7 +85,8 @@ class SideBySide:
         self.requests = torch.full((requests + 1,), self.padding_row, device=device)
         self.cache_lengths = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         self.ends = torch.zeros(requests + 2, dtype=torch.int32, device=device)
-        pages = -(-req_to_token.shape[1] // page_size)
+        # Rows that fill a pass up are one request's, and can be more than a context has.
+        pages = -(-max(rows, req_to_token.shape[1]) // page_size)
         self.page_table = torch.zeros(requests + 1, pages, dtype=torch.int32, device=device)
 
     def fill(self, size: int, blocks: Drafted | None, prompts: ForwardBatch | None) -> None:
@@ -161,7 +162,8 @@ class SideBySide:
         nobody = (self.requests == self.padding_row)[:, None]
         rows = self.requests.clamp(max=self.padding_row - 1)
         slots = self._table[:, :: self._page_size][:, : table.shape[1]].index_select(0, rows)
-        table.copy_((slots // self._page_size).masked_fill_(nobody, 0))
+        pages = (slots // self._page_size).masked_fill_(nobody, 0)
+        table[:, : pages.shape[1]].copy_(pages)
 
     def forward_batch(self, runner: ModelRunner, size: int) -> ForwardBatch:
         """The first `size` rows as a batch of the target's; what attention reads is its own."""

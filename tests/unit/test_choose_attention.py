@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -53,6 +55,10 @@ def test_side_by_side(asked: str) -> None:
     """Prompts ride with whatever computes attention of blocks, and are computed by the same."""
     chosen = choose(asked, HOPPER, BF16, BF16, "fa3")
     assert issubclass(SIDE_BY_SIDE[chosen], chosen)
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
+    ends, runner = torch.zeros(4, dtype=torch.int32), SimpleNamespace(token_to_kv_pool=None)
+    attention = SIDE_BY_SIDE[chosen](runner, lengths, table, ends, 16)
+    assert attention.ends is ends  # as LoRA layers read it, too
 
 
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])

@@ -197,3 +197,16 @@ def test_blocks_of_which_some_rows_are_verified(world: World, counts: tuple[int,
     assert world.seen()[: blocks.rows] == kept
     assert inputs.requests.tolist() == [*DECODING, *[OWNERS] * (MOST + 1 - len(DECODING))]
     assert inputs.cache_lengths[len(DECODING)] == 32 - blocks.rows
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_more_rows_than_a_context(page_size: int) -> None:
+    """Passes are captured, and timed, over rows that fill them up: their request reads no further than its table."""
+    world, rows = World(page_size), 5 * CONTEXT // 2
+    inputs = world.inputs = SideBySide(world.table, page_size, rows, MOST)
+    inputs.page_table.fill_(-1)
+    inputs.page_table[:, -(-CONTEXT // page_size) :] = 0
+    inputs.clear(rows)
+    seen = world.seen()
+    assert len(seen) == rows and len(seen[-1][2]) == rows
+    assert {slot for _, _, slots in seen for slot in slots} <= set(range(page_size))
