@@ -33,6 +33,7 @@ LEFT_OUT = {
     "test_regex_generate_complex_json": "matches an answer that is cut at 128 tokens",
     "test_ebnf_generate_complex_json": "matches with a pattern that is narrower than its grammar",
     "test_ebnf_generate_custom_log_format": "draws a word that may go on beyond 128 tokens",
+    "test_regex_generate_custom_log_format": "draws a word that may go on beyond 128 tokens",
     "test_finish_stop_regex_str": "waits for English words that the target does not say",
     "test_json_openai": "cuts the answer at 128 tokens, which the target fills with one string",
     "test_json_generate": "cuts the answer at 128 tokens, which the target fills with one string",
