@@ -19,7 +19,8 @@ def drafter_of(target: dict[str, Any], inner: int) -> dict[str, Any]:
     """
     layers, depth = 5, target["num_hidden_layers"]
     taps = [1 + (depth - 4) * n // (layers - 1) for n in range(layers)]
-    own = {"hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"]}
+    same = ("hidden_size", "vocab_size", "max_position_embeddings")
+    own = {name: target[name] for name in same if name in target}
     rope = {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     shape = {"num_hidden_layers": layers, "intermediate_size": inner, "block_size": 16}
     dflash = {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": taps}

@@ -21,7 +21,7 @@ from tests.unit.test_host_cache import World, bring_back
 
 COPIES = [
     (page, io, layout, mla)
-    for page in (1, 64)
+    for page in (1, 16)
     for io, layout in (
         ("kernel", "layer_first"),
         ("kernel", "page_first"),

@@ -1,7 +1,4 @@
-"""LoRA adapters on a GPU: rounds are captured with the target alone, and with its LoRA layers.
-
-Written where there was no GPU; it has not run yet.
-"""
+"""LoRA adapters on a GPU: rounds are captured with the target alone, and with its LoRA layers."""
 
 from __future__ import annotations
 
@@ -37,6 +34,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def reference(backend: str, paths: list[str], logs: Path) -> Iterator[Server]:
     flags = ("--lora-paths", *paths, "--lora-backend", backend)
+    if backend == "csgmv":
+        # Its kernels take from a graph how many adapters were in the batch at capture, one, and leave out the others
+        # (SGLang's pull request 28371).
+        flags += ("--disable-cuda-graph",)
     with running(logs / f"lora-plain-{backend}.log", *flags) as server:
         yield server
 

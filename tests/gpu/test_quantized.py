@@ -1,7 +1,4 @@
-"""Targets whose weights are quantized, in graphs, by the release's own kernels: answers of plain decoding of the same.
-
-Written where there was no GPU; it has not run yet.
-"""
+"""Targets of quantized weights in graphs, by the release's own kernels: answers of plain decoding of the same build."""
 
 from __future__ import annotations
 
