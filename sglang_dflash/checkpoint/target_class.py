@@ -59,6 +59,9 @@ WRAPPERS = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 
+# Those that are shown videos, too. The release hands none to Kimi-K2.5, and transformers none to Gemma 3.
+WITH_VIDEOS = tuple(name for name in WRAPPERS if not name.startswith(("Gemma3", "Kimi")))
+
 # Classes with linear attention of which it was tried that states are brought to the accepted token.
 LINEAR = (
     "Qwen3NextForCausalLM",
@@ -96,6 +99,7 @@ def check_model(config: DraftConfig, target: ModelConfig, path: str, flag: str) 
     Raises:
         DFlashError: names the first thing that does not fit.
     """
+    from sglang.srt.configs.model_config import is_deepseek_nsa
     from sglang.srt.model_loader.utils import get_model_architecture
 
     model_class = get_model_architecture(target)[0]
@@ -111,6 +115,11 @@ def check_model(config: DraftConfig, target: ModelConfig, path: str, flag: str) 
         raise DFlashError(
             f"{flag} {path} runs as {model_class.__name__}, whose recurrent states DFLASH cannot bring back behind a "
             "rejected token: use a target of docs/targets.md, as Qwen3-Next."
+        )
+    if is_deepseek_nsa(target.hf_text_config):
+        raise DFlashError(
+            f"{flag} {path} runs as {model_class.__name__}, whose layers choose the keys that they read, which DFLASH "
+            "was never compared with: use a target of docs/targets.md, as DeepSeek-V3."
         )
     check_class(model_class, path, flag)
 

@@ -44,6 +44,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (False,),
         "tapped hidden states would be one rank's part",
     ),
+    ("moe_a2a_backend", ("none",), "tapped hidden states would be one rank's part"),
     ("dllm_algorithm", (None,), "the target must be autoregressive"),
     ("enable_multi_layer_eagle", (False,), "it belongs to EAGLE"),
     ("speculative_token_map", (None,), "it belongs to EAGLE"),

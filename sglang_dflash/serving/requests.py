@@ -15,6 +15,14 @@ from sglang_dflash.errors import DFlashError
 from sglang_dflash.serving.adapters import check_adapter_of_request
 from sglang_dflash.serving.by_prompt import fit_to_prompts
 from sglang_dflash.serving.declared import short
+from sglang_dflash.serving.media import (
+    check_media,
+    check_places,
+    is_of_media,
+    media_in,
+    media_of,
+    unreadable,
+)
 from sglang_dflash.serving.metrics import refusing
 from sglang_dflash.serving.parameters import (
     check_embeddings,
@@ -32,7 +40,6 @@ _WITHOUT = "leave it out, or start the server without --speculative-algorithm DF
 # Request field, the values that ask for nothing.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (None, False),
-    "video_data": (None, []),
     "audio_data": (None, []),
 }
 
@@ -106,7 +113,8 @@ def check_requests(manager: TokenizerManager, received: Any) -> None:
             check_indices(request, sampling, manager.model_config.vocab_size)
         with refusing("unsupported"):
             check_request(request, sampling, manager.server_args.enable_deterministic_inference)
-            check_pictures(request, sampling, manager.model_config.is_multimodal)
+            check_media(request, sampling, media_of(manager.model_config))
+            check_places(request, manager)
             check_adapter_of_request(request, manager)
 
 
@@ -147,37 +155,6 @@ def check_request(request: Any, sampling: Any, deterministic: bool) -> None:
             raise DFlashError(f"{name} {short(value)} is not supported with DFLASH: {_WITHOUT}.")
 
 
-def check_pictures(request: Any, sampling: Any, multimodal: bool) -> None:
-    """Refuses pictures where the model does not look at them, and where SGLang's scheduler would end.
-
-    Args:
-        request: SGLang's `GenerateReqInput` of one request.
-        sampling: its `SamplingParams`.
-        multimodal: whether the model takes pictures.
-
-    Raises:
-        DFlashError: names the field, and says what to do.
-    """
-    if multimodal and request.input_embeds:
-        raise DFlashError("input_embeds is not read by a multimodal model: send text or input_ids.")
-    if not request.image_data:
-        return
-    if not multimodal:
-        raise DFlashError(
-            f"image_data {short(request.image_data)} is not supported with DFLASH and a model that takes no pictures: "
-            "leave it out, or start the server with a multimodal target of docs/targets.md."
-        )
-    if sampling.n > 1:  # the copies share memory that the first to be read gives back
-        raise DFlashError(
-            f"n {sampling.n} is not supported with DFLASH and pictures: send the request as many times."
-        )
-    if request.session_params:
-        raise DFlashError(
-            f"image_data {short(request.image_data)} is not supported in a session with DFLASH: send the whole "
-            "conversation as one request."
-        )
-
-
 @contextmanager
 def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[None]:
     """Makes SGLang forget what it refuses within this, of a batch also the requests that were good.
@@ -188,7 +165,7 @@ def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[N
     for each copy, and copies get others.
 
     Raises:
-        DFlashError: pictures cannot be read, which the release calls an error of its own.
+        DFlashError: pictures or videos cannot be read, which the release calls an error of its own.
     """
     batch = isinstance(received.rid, list)
     states = {
@@ -202,13 +179,9 @@ def forgotten_if_refused(manager: TokenizerManager, received: Any) -> Iterator[N
         for rid, state in states.items():
             if state is not None and state.time_stats.api_server_dispatch_time:
                 manager.abort_request(rid)  # it was sent, and its end will come
-        if isinstance(error, RuntimeError) and received.image_data:
-            reason = str(error).rpartition(": ")[2][:100] or "there are too few"
+        if is_of_media(error) and media_in(received):
             with refusing("unreadable"):
-                raise DFlashError(
-                    f"image_data {short(received.image_data)} cannot be read ({reason}): give a URL, a path or base64 "
-                    "of a picture for each place that the prompt has for one."
-                ) from error
+                raise unreadable(received, error) from error
         raise
     finally:
         for rid, state in states.items() if over else ():

@@ -25,7 +25,7 @@ from tests.server.harness import (
 )
 from tests.unit.decoders import ARCHITECTURES, SIZES, write_drafter, write_target
 from tests.unit.kimi import ARGUMENTS, KIMI, PICTURE, write_kimi
-from tests.unit.wrappers import VOCABULARY, WRAPPERS, data_url, picture, write_wrapper
+from tests.unit.wrappers import VOCABULARY, WRAPPERS, clip, data_url, picture, write_wrapper
 
 TABLE, HEAD = ROOT / "docs" / "targets.md", "| target | "
 TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
@@ -49,6 +49,8 @@ REFUSED = {
     "Llama 3.2 (with pictures)": ("MllamaConfig", "MllamaForConditionalGeneration"),
 }
 WRAPPED = REFUSED.keys() - {"GPT-2", "Phi", "Helium"}
+# How small videos may be.
+FEW_PIXELS = ("--mm-process-config", '{"video": {"min_pixels": 784, "max_pixels": 50000}}')
 # What asks for pictures, with the drafter's eyes on the last tokens, in chunks that end inside pictures.
 PICTURED = ("--speculative-dflash-draft-window-size", "8", "--chunked-prefill-size", "16")
 FIRST_PICTURED = "Qwen2.5-VL"
@@ -125,6 +127,35 @@ def requests_with_pictures(mark: str) -> list[tuple[str, dict]]:
     return asked
 
 
+def requests_with_videos(mark: str, video: str) -> list[tuple[str, dict]]:
+    """The same of one video or two, and, unless a video has the tokens of pictures, with pictures before and behind.
+
+    Args:
+        video: what stands for one in a prompt.
+    """
+    generate = {"sampling_params": TOKENS | {"temperature": 0}}
+    clips = [data_url(clip(i, 8 - 2 * i, 84, 56)) for i in range(2)]
+    given: list[tuple[str, list[str], list[str]]] = [
+        (f"Ben has{video} many", clips[:1], []),
+        (f"Ben has{video} many", clips[1:], []),
+        (f"Carla{video} has {video} many", clips, []),
+    ]
+    if "|video|" not in video:
+        shown = [data_url(picture(9, 56, 84))]
+        given += [
+            (f"{mark} has {video}", clips[:1], shown),
+            (f"{video} has {mark}", clips[1:], shown),
+        ]
+    asked = []
+    for text, videos, pictures in given:
+        asked.append(("/generate", generate | {"text": text, "video_data": videos}))
+        asked[-1][1].update({"image_data": pictures} if pictures else {})
+    url = {"type": "video_url", "video_url": {"url": clips[0]}}
+    chat = {"messages": [{"role": "user", "content": [url]}], "max_tokens": 40}
+    body = chat | {"model": "default", "temperature": 0, "ignore_eos": True}
+    return [*asked, ("/v1/chat/completions", body)]
+
+
 def ask(server: Server, path: str, body: dict) -> tuple[Any, dict]:
     """What was answered, and what is told of it."""
     response = server.post(path, body)
@@ -135,13 +166,28 @@ def ask(server: Server, path: str, body: dict) -> tuple[Any, dict]:
     return answer["choices"][0]["message"]["content"], {}
 
 
-def check_refused_pictures(server: Server, body: dict) -> None:
+def check_refused_media(server: Server, body: dict, video: str) -> None:
     """Each with a sentence, and as often as they are asked: nothing of them is kept."""
+    alone = {"image_data": None, "text": f"Ben has{video}"}
+    of_videos = [
+        (alone | {"video_data": ["a.mp4"]}, "video_data ['a.mp4'] cannot be read ("),
+        (alone | {"video_data": ["data:,AAAA"]}, "video_data ['data:,AAAA'] cannot be read ("),
+        (alone | {"video_data": ["a.mp4"] * 2}, "video_data has 2 entries, and the prompt"),
+        (alone | {"video_data": [["0.png"]]}, "video_data ['0.png'] is not a video"),
+    ]
+    if "|video|" not in video:  # one frame is too few
+        still = {"video_data": [data_url(clip(0, 1, 84, 56))]}
+        of_videos.append((alone | still, "video_data ['data:video/gif;base64,"))
+    else:
+        of_videos.append(({"video_data": ["a.mp4"]}, "video_data ['a.mp4'] is not supported"))
+    if not video:
+        of_videos = [({"video_data": ["a.mp4"]}, "video_data ['a.mp4'] is not supported")]
     for changes, named in (
         ({"image_data": "no picture"}, "image_data ['no picture'] cannot be read ("),
         ({"text": 2 * body["text"]}, "image_data ["),  # one picture for two places
+        ({"image_data": 2 * body["image_data"]}, "image_data has 2 entries, and the prompt"),
         ({"sampling_params": body["sampling_params"] | {"n": 2}}, "n 2 is not supported"),
-        ({"video_data": ["a.mp4"]}, "video_data ['a.mp4'] is not supported"),
+        *of_videos,
     ):
         for _ in range(2):
             response = server.post("/generate", body | {"rid": "again"} | changes)
@@ -154,23 +200,25 @@ def check_refused_pictures(server: Server, body: dict) -> None:
 )
 def test_pictures(name: str, tmp_path: Path, logs: Path) -> None:
     write_wrapper(tmp_path / "target", name, embedding=0.5)
-    check_pictures(name, tmp_path, logs, WRAPPERS[name].picture, WRAPPERS[name].arguments)
+    wrapper = WRAPPERS[name]
+    arguments = (*wrapper.arguments, *FEW_PIXELS)
+    check_media(name, tmp_path, logs, wrapper.picture, wrapper.video, arguments)
 
 
 @pytest.mark.long
 def test_pictures_of_kimi(tmp_path: Path, logs: Path) -> None:
     write_kimi(tmp_path / "target", embedding=0.25)
-    check_pictures(KIMI, tmp_path, logs, PICTURE, ARGUMENTS)
+    check_media(KIMI, tmp_path, logs, PICTURE, "", ARGUMENTS)
 
 
-def check_pictures(
-    name: str, folder: Path, logs: Path, mark: str, arguments: tuple[str, ...]
+def check_media(
+    name: str, folder: Path, logs: Path, mark: str, video: str, arguments: tuple[str, ...]
 ) -> None:
-    """Texts and pictures, alone and all at once, twice, so that the prefix cache has whole pictures.
+    """Texts, pictures and videos, alone and all at once, twice, so that the prefix cache has whole ones.
 
     Args:
         folder: with the target in a folder of that name.
-        mark: what stands for a picture in a prompt.
+        mark, video: what stands for a picture and a video in a prompt; without the latter, it takes none.
         arguments: of a server that is to take pictures.
     """
     drafter = folder / "drafter"
@@ -178,10 +226,11 @@ def check_pictures(
     write_drafter(drafter, vocab_size=VOCABULARY)
     arguments = ("--model-path", str(folder / "target"), *arguments)
     asked, log = requests_with_pictures(mark), name.replace(" ", "-")
+    asked += requests_with_videos(mark, video) if video else []
     more, variables = of_linear(name)
     with running(logs / f"{log}-plain.log", *arguments, *more, **variables) as plain:
         expected = [ask(plain, *request)[0] for request in asked]
-    assert len(set(map(str, expected))) == len(asked), "pictures that change nothing tell nothing"
+    assert len(set(map(str, expected))) == len(asked), "what changes nothing tells nothing"
     given = (*arguments, "--speculative-draft-model-path", str(drafter), *PICTURED)
     for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in UNCAPTURED else WAYS:
         file, (states, variables) = (
@@ -201,7 +250,7 @@ def check_pictures(
             # Of states, the prefix cache has those where prompts end, or buffered ones after 64 tokens.
             cached = [meta["cached_tokens"] for meta in told]
             assert (max if name in LINEAR else min)(cached) > 0 or BUFFERED[0] in states
-            check_refused_pictures(server, asked[0][1])
+            check_refused_media(server, asked[0][1], video)
             server.check_idle()
         OUTCOMES.setdefault(name, {})[worker] = "equal"
 
@@ -227,16 +276,19 @@ def test_refused(name: str, drafter: Path, tmp_path: Path) -> None:
     OUTCOMES[name] = dict(zip(CHOSEN_WORKERS, outcomes, strict=True))
 
 
-def table(outcomes: dict[str, dict[str, str]]) -> Iterator[str]:
+def table(outcomes: dict[str, dict[str, str]], on_gpus: dict[str, str]) -> Iterator[str]:
     yield HEAD + " | ".join(f"{worker}, CPU" for worker in CHOSEN_WORKERS) + " | H200 |"
     yield "|---|" + "---|" * len(CHOSEN_WORKERS) + "---|"
     for name, by_worker in outcomes.items():
         cells = " | ".join(by_worker[worker] for worker in CHOSEN_WORKERS)
-        yield f"| {name} | {cells} | not tried |"
+        yield f"| {name} | {cells} | {on_gpus.get(name, 'not tried')} |"
 
 
 def test_table() -> None:
-    """The table that ends the docs says what was just seen; DFLASH_WRITE_DOCS=1 writes it."""
+    """The table that ends the docs says what was just seen; DFLASH_WRITE_DOCS=1 writes it.
+
+    What GPUs gave (tests/gpu/test_decoders.py) it keeps.
+    """
     if not OUTCOMES or len(CHOSEN_WORKERS) < 2:
         pytest.skip("no target was run by both workers")
     foreword, _, told = TABLE.read_text().partition(HEAD)
@@ -245,7 +297,8 @@ def test_table() -> None:
     unknown = dict.fromkeys(CHOSEN_WORKERS, "not tried")
     names = (*ARCHITECTURES, *WRAPPERS, KIMI, *REFUSED)
     seen = {name: OUTCOMES.get(name) or known.get(name, unknown) for name in names}
-    text = foreword + "\n".join(table(seen)) + "\n"
+    on_gpus = {name: cells[-1] for name, *cells in rows}
+    text = foreword + "\n".join(table(seen, on_gpus)) + "\n"
     if os.environ.get("DFLASH_WRITE_DOCS"):
         TABLE.write_text(text)
     assert TABLE.read_text() == text, "run this file with DFLASH_WRITE_DOCS=1"

@@ -80,6 +80,18 @@ DEEPSEEK = UNTIED | dict(
         mscale_all_dim=1.0,
     ),
 )
+# Transformers leaves YaRN's scale out of the softmax there, so it has none.
+DEEPSEEK_LITE = DEEPSEEK | {
+    "q_lora_rank": None,
+    "topk_method": "greedy",
+    "rope_parameters": DEEPSEEK["rope_parameters"] | {"mscale_all_dim": 0.0},
+}
+# With what published configs have and transformers' class has no more.
+MINIMAX = (
+    UNTIED
+    | EXPERTS
+    | {"rotary_dim": 16, "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}
+)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
     "Mistral": ("MistralConfig", WIDE),
@@ -115,6 +127,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite MoE": ("GraniteMoeConfig", GRANITE | EXPERTS),
     "Qwen3-Next": ("Qwen3NextConfig", UNTIED | DELTA_NETS | SHARED_EXPERTS),
     "DeepSeek-V3": ("DeepseekV3Config", DEEPSEEK),
+    "DeepSeek-V2-Lite": ("DeepseekV2Config", DEEPSEEK_LITE),
+    "Qwen2-MoE": ("Qwen2MoeConfig", UNTIED | SHARED_EXPERTS),
+    "Qwen3-MoE": ("Qwen3MoeConfig", UNTIED | SHARED_EXPERTS),
+    "MiniMax-M2": ("MiniMaxM2Config", MINIMAX),
+    "GLM4-MoE": (
+        "Glm4MoeConfig",
+        UNTIED
+        | {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+        | {"partial_rotary_factor": 0.5, "use_qk_norm": True, "first_k_dense_replace": 1},
+    ),
 }
 
 

@@ -114,9 +114,11 @@ def one_rank() -> Iterator[None]:
     init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
     initialize_model_parallel()
     initialize_dp_attention(args, SimpleNamespace(hidden_size=64, dtype=torch.float32))
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
+    try:
+        yield
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 class TargetStub(nn.Module):

@@ -127,6 +127,7 @@ def write_gpt_oss(folder: Path, embedding: float = 1.0) -> Path:
             num_local_experts=4,
             num_experts_per_tok=4,
             sliding_window=WINDOW,
+            swiglu_limit=7.0,
         )
     )
     model = GptOssForCausalLM(GptOssConfig(**sizes)).eval()

@@ -130,6 +130,7 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
         ({"hicache_storage_backend": "file"}, "--hicache-storage-backend file is not supported"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend deepep is not supported with DFLASH"),
         ({"enable_double_sparsity": True}, "--enable-double-sparsity"),
         ({"speculative_token_map": "x"}, "--speculative-token-map x"),
         ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 0.5"),

@@ -90,6 +90,11 @@ def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture
         ("gemma3_text", "Gemma3ForCausalLM", None),
         ("qwen3_next", "Qwen3NextForCausalLM", None),
         (
+            "deepseek_v3",
+            "DeepseekV32ForCausalLM",
+            "runs as DeepseekV32ForCausalLM, whose layers choose the keys that they read",
+        ),
+        (
             "falcon_h1",
             "FalconH1ForCausalLM",
             "runs as FalconH1ForCausalLM, whose recurrent states DFLASH cannot bring back",
@@ -108,6 +113,8 @@ def test_what_the_server_says_of_the_targets_class(
     names = ("hidden_size", "vocab_size", "num_attention_heads")
     sizes = {name: raw[name] for name in names} | {"num_hidden_layers": 4}
     target = {"model_type": model_type, "architectures": [architecture]} | sizes
+    if model_type == "deepseek_v3":
+        target |= {"index_topk": 2048, "index_n_heads": 4, "index_head_dim": 64}
     save(tmp_path, target | ({"text_config": sizes} if "_vl" in model_type else {}))
     status, printed, error = inspect(DRAFTER, "--target", tmp_path, capsys=capsys)
     if refused is None:

@@ -11,7 +11,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.serving.adapters import check_adapter_of_request
-from sglang_dflash.serving.requests import check_pictures, check_request
+from sglang_dflash.serving.media import BOTH, PICTURES, VIDEOS, check_media
+from sglang_dflash.serving.requests import check_request
 
 
 def check(sampling: dict[str, Any], deterministic: bool = False, **fields: Any) -> None:
@@ -39,7 +40,7 @@ def test_admitted(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"video_data": ["v" * 90]}, "video_data ['" + "v" * 58 + "…"),
+        ({"audio_data": ["a" * 90]}, "audio_data ['" + "a" * 58 + "…"),
         ({"return_routed_experts": True}, "return_routed_experts True"),
     ],
 )
@@ -80,24 +81,35 @@ def test_min_p_with_a_seed() -> None:
         check({"temperature": 1.0, "min_p": 0.1}, deterministic=True)
 
 
+TAKES_NO = " is not supported with DFLASH and a model that takes no "
+
+
 @pytest.mark.parametrize(
-    ("multimodal", "fields", "named"),
+    ("shown", "fields", "named"),
     [
-        (True, {"image_data": ["i.png"]}, None),
-        (True, {"image_data": [], "session_params": {"id": "s"}}, None),
-        (False, {"image_data": None}, None),
-        (False, {"image_data": []}, None),
-        (False, {"image_data": ["i.png"]}, "image_data ['i.png'] is not supported with DFLASH"),
-        (True, {"image_data": ["i.png"], "session_params": {"id": "s"}}, "image_data ['i.png'] "),
-        (True, {"video_data": ["v.mp4"]}, "video_data ['v.mp4'] is not supported with DFLASH"),
+        ((PICTURES,), {"image_data": ["i.png"]}, None),
+        ((PICTURES,), {"image_data": [], "session_params": {"id": "s"}}, None),
+        ((), {"image_data": None, "video_data": []}, None),
+        ((), {"image_data": ["i.png"]}, f"image_data ['i.png']{TAKES_NO}pictures: "),
+        ((PICTURES,), {"image_data": ["i.png"], "session_params": {"id": "s"}}, "image_data ['i"),
+        ((), {"video_data": ["v.mp4"]}, f"video_data ['v.mp4']{TAKES_NO}videos: "),
+        ((PICTURES,), {"video_data": ["v.mp4"]}, f"video_data ['v.mp4']{TAKES_NO}videos: "),
+        ((PICTURES, VIDEOS), {"video_data": "v.mp4"}, None),
+        ((PICTURES, VIDEOS, BOTH), {"image_data": ["i.png"], "video_data": ["v.mp4"]}, None),
+        ((PICTURES, VIDEOS), {"image_data": ["i.png"], "video_data": ["v.mp4"]}, "video_data ['v"),
+        ((PICTURES, VIDEOS), {"video_data": [["0.png", "1.png"]]}, "video_data ['0.png', '1.png']"),
+        ((PICTURES, VIDEOS), {"video_data": {"format": "processor_output"}}, "video_data {'format"),
+        ((PICTURES, VIDEOS), {"audio_data": ["a.wav"]}, "audio_data ['a.wav'] is not supported"),
     ],
 )
-def test_pictures(multimodal: bool, fields: dict[str, Any], named: str | None) -> None:
+def test_media(
+    shown: tuple[tuple[str, ...], ...], fields: dict[str, Any], named: str | None
+) -> None:
     """Of a model that takes them, each request's own."""
 
     def check_both() -> None:
         check({}, **fields)
-        check_pictures(GenerateReqInput(text="x", **fields), SamplingParams(), multimodal)
+        check_media(GenerateReqInput(text="x", **fields), SamplingParams(), shown)
 
     if named is None:
         return check_both()
@@ -110,15 +122,15 @@ def test_pictures(multimodal: bool, fields: dict[str, Any], named: str | None) -
 def test_embeddings_for_a_multimodal_model() -> None:
     """The release would take its own instead, without a word."""
     request = GenerateReqInput(input_embeds=[[0.5]])
-    check_pictures(request, SamplingParams(), multimodal=False)
+    check_media(request, SamplingParams(), ())
     with pytest.raises(DFlashError, match="^input_embeds is not read .*: send"):
-        check_pictures(request, SamplingParams(), multimodal=True)
+        check_media(request, SamplingParams(), (PICTURES,))
 
 
 def test_copies_of_pictures() -> None:
     """The release's scheduler ends when it looks for the second copy's."""
     request = GenerateReqInput(text="x", image_data=["i.png"])
-    check_pictures(request, SamplingParams(n=1), multimodal=True)
-    check_pictures(GenerateReqInput(text="x"), SamplingParams(n=2), multimodal=True)
+    check_media(request, SamplingParams(n=1), (PICTURES,))
+    check_media(GenerateReqInput(text="x"), SamplingParams(n=2), (PICTURES,))
     with pytest.raises(DFlashError, match="^n 2 is not supported with DFLASH and pictures: send"):
-        check_pictures(request, SamplingParams(n=2), multimodal=True)
+        check_media(request, SamplingParams(n=2), (PICTURES,))

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 from transformers import AutoProcessor
 
 from sglang_dflash.checkpoint.target_class import language_model
@@ -24,10 +26,12 @@ from tests.unit.decoders import MASK
 from tests.unit.drafters import TARGET, save_random, speculators_config, zlab_config
 from tests.unit.kimi import PICTURE, write_kimi
 from tests.unit.tapped import Target
-from tests.unit.wrappers import FIRST_SPECIAL, VOCABULARY, WRAPPERS, picture, write_wrapper
+from tests.unit.wrappers import FIRST_SPECIAL, VOCABULARY, WRAPPERS, clip, picture, write_wrapper
 
 WIDTH, TAPS = 4, (-1, 0, 2, 4)
-NOISE = 2e-5  # of float32 after several layers; a wrong tap or position is off by about 1
+NOISE = (
+    1e-4  # of float32 after several layers and a tower; a wrong tap or position is off by about 1
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank", "eager")
 
@@ -47,21 +51,31 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Asked:
-    """A prompt with pictures as a server keeps it."""
+    """A prompt with pictures and videos as a server keeps it."""
 
     def __init__(self, model: torch.nn.Module, config: Any, inputs: dict[str, torch.Tensor]):
-        ids = inputs["input_ids"]
-        at = (ids[0] == config.image_token_id).nonzero().flatten()
-        item = MultimodalDataItem(
-            modality=Modality.IMAGE,
-            feature=inputs["pixel_values"],
-            offsets=[(int(at[0]), int(at[-1]))],
-            model_specific_data={"image_grid_thw": inputs["image_grid_thw"]},
-        )
-        item.set_pad_value()
-        positions, delta = rope_index(config, ids, inputs["image_grid_thw"])
+        ids, items = inputs["input_ids"], []
+        # Frames of GLM's videos have the tokens of pictures.
+        frames = config.image_token_id if "glm" in config.model_type else config.video_token_id
+        for modality, token, pixels, grid in (
+            (Modality.IMAGE, config.image_token_id, "pixel_values", "image_grid_thw"),
+            (Modality.VIDEO, frames, "pixel_values_videos", "video_grid_thw"),
+        ):
+            if pixels in inputs:
+                item = MultimodalDataItem(
+                    modality=modality,
+                    feature=inputs[pixels],
+                    offsets=BaseMultimodalProcessor.get_mm_items_offset(ids[0], token),
+                    model_specific_data={grid: inputs[grid]},
+                )
+                item.set_pad_value()
+                items.append(item)
+        positions, delta = rope_index(config, inputs)
         self.inputs = MultimodalInputs(
-            mm_items=[item], im_token_id=config.image_token_id, mrope_position_delta=delta
+            mm_items=items,
+            im_token_id=config.image_token_id,
+            video_token_id=frames,
+            mrope_position_delta=delta,
         )
         self.positions = positions.squeeze(1)  # [3, tokens]
         self.ids = torch.tensor(model.pad_input_ids(ids[0].tolist(), self.inputs))
@@ -70,13 +84,13 @@ class Asked:
         return {"mm_inputs": [self.inputs], "mrope_positions": self.positions[:, first:last]}
 
 
-def rope_index(
-    config: Any, ids: torch.Tensor, grids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions [3, 1, tokens] of a prompt [1, tokens], and how much fewer than tokens they are, as the release's
-    processors ask for them."""
-    if config.model_type.startswith("glm4v"):
-        return MRotaryEmbedding.get_rope_index_glm4v(ids, config, grids, None, None)
+def rope_index(config: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions [3, 1, tokens] of a prompt, and how much fewer than tokens they are, as the release's processors ask
+    for them."""
+    ids = inputs["input_ids"]
+    grids = {name: inputs.get(name) for name in ("image_grid_thw", "video_grid_thw")}
+    if "glm4v" in config.model_type:
+        return MRotaryEmbedding.get_rope_index_glm4v(ids, config, attention_mask=None, **grids)
     return MRotaryEmbedding.get_rope_index(
         spatial_merge_size=config.vision_config.spatial_merge_size,
         image_token_id=config.image_token_id,
@@ -85,7 +99,8 @@ def rope_index(
         model_type=config.model_type,
         tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
         input_ids=ids,
-        image_grid_thw=grids,
+        second_per_grid_ts=inputs.get("second_per_grid_ts"),
+        **grids,
     )
 
 
@@ -102,34 +117,55 @@ class Worded:
 
 
 MROPE = [name for name in WRAPPERS if "Gemma" not in name]
+# Frames of a video see each other in the release's tower and not in transformers', so the release's is taken for both.
+FRAMES_MEET = "Qwen2.5-VL"
+# What each is shown: GLM takes pictures or videos.
+SHOWN = [
+    *((name, "") for name in WRAPPERS),
+    *((name, shown) for name in MROPE for shown in ("picture", "video")),
+    *((name, "picture and video") for name in MROPE if "GLM" not in name),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "pictured"), [(name, False) for name in WRAPPERS] + [(name, True) for name in MROPE]
-)
+@pytest.mark.parametrize(("name", "shown"), SHOWN)
 @torch.no_grad()
-def test_taps(name: str, pictured: bool, drafter: Path, tmp_path: Path) -> None:
-    """Of a prompt in two pieces, the first of which ends in the picture, and of the block behind it."""
+def test_taps(name: str, shown: str, drafter: Path, tmp_path: Path) -> None:
+    """Of a prompt in two pieces, the first of which ends in a picture or a video, and of the block behind it."""
     reference, processor = (
         write_wrapper(tmp_path, name),
         AutoProcessor.from_pretrained(tmp_path),
     )
-    shown = {"images": [picture(0, 112, 84)]} if pictured else {}
-    text = "Ben has" + WRAPPERS[name].picture * pictured + " many marbles"
-    inputs = dict(processor(text=[text], return_tensors="pt", **shown))
+    given, text = {}, "Ben has"
+    if "picture" in shown:
+        given["images"] = [picture(0, 112, 84)]
+        text += WRAPPERS[name].picture
+    if "video" in shown:
+        given["videos"] = [np.stack(clip(0, 4, 84, 56))]
+        told = {"fps": 2.0, "total_num_frames": 4, "duration": 2.0, "frames_indices": [*range(4)]}
+        given |= {"video_metadata": [told], "do_sample_frames": False}
+        text += WRAPPERS[name].video
+    inputs = dict(processor(text=[text + " many marbles"], return_tensors="pt", **given))
     block = torch.randint(4, 700, (WIDTH,))
     whole = inputs | {"input_ids": torch.cat([inputs["input_ids"], block[None]], dim=1)}
     for kind in whole.keys() & {"mm_token_type_ids", "attention_mask"}:
         whole[kind] = torch.cat([whole[kind], whole[kind][:, -1:].expand(-1, WIDTH)], dim=1)
     target = Target(tmp_path, drafter)
     mrope = name in MROPE
-    if pictured:
+    if shown:
         asked = Asked(target.model, reference.config, inputs)
     else:
         asked = Worded(mrope, inputs)
-    if pictured:  # transformers 5.3 would have its own idea of a lone picture's time
+    if shown:  # transformers 5.3 would have its own idea of a lone picture's time
         after = asked.positions[:, -1:] + 1 + torch.arange(WIDTH)
         whole["position_ids"] = torch.cat([asked.positions, after], dim=1)[:, None]
+    if name == FRAMES_MEET and "video" in shown:
+        at = whole.pop("input_ids") == reference.config.video_token_id
+        del whole["pixel_values_videos"], whole["video_grid_thw"]
+        embeddings = reference.get_input_embeddings()(
+            torch.cat([inputs["input_ids"], block[None]], 1)
+        )
+        embeddings[at] = target.model.get_video_feature(asked.inputs.mm_items[-1:])
+        whole["inputs_embeds"] = embeddings
     expected = reference(**whole, output_hidden_states=True)
     compare(target, asked, block, expected, mrope)
 

@@ -63,8 +63,8 @@ class Wrapper:
         config, processor, images, videos: classes of transformers.
         text, tower: what the language model and the vision tower have of their own.
         tokens: of pictures, by the config's names.
-        picture: what stands for one in a prompt.
-        sizes: of pictures, for their processor.
+        picture, video: what stands for one in a prompt; without the latter, it takes none.
+        sizes: of pictures, for their processors.
         more: arguments of the processor.
         arguments: of a server that is to take pictures.
     """
@@ -78,6 +78,7 @@ class Wrapper:
     text: dict[str, Any] = field(default_factory=lambda: {"rope_parameters": MROPE})
     tokens: dict[str, str] = field(default_factory=lambda: QWEN_TOKENS)
     picture: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    video: str = "<|vision_start|><|video_pad|><|vision_end|>"
     more: dict[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
 
@@ -89,9 +90,11 @@ WRAPPERS = {
         processor="Qwen2VLProcessor",
         images="Qwen2VLImageProcessorFast",
         videos="Qwen2VLVideoProcessor",
-        tower=dict(
-            depth=2, embed_dim=32, num_heads=2, hidden_size=SIZES["hidden_size"], in_chans=3
-        ),
+        tower={"depth": 3, "embed_dim": 64, "hidden_size": SIZES["hidden_size"], "num_heads": 2}
+        | {
+            "mlp_ratio": 2,
+            "in_chans": 3,
+        },  # which published configs have, and transformers' has no more
         sizes={"size": PIXELS},
     ),
     "Qwen2.5-VL": Wrapper(
@@ -151,6 +154,7 @@ WRAPPERS = {
         },
         tokens=GLM_TOKENS,
         picture="<|begin_of_image|><|image|><|end_of_image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
     ),
     "GLM-4.5V": Wrapper(
         config="Glm4vMoeConfig",
@@ -167,6 +171,7 @@ WRAPPERS = {
         },
         tokens=GLM_TOKENS,
         picture="<|begin_of_image|><|image|><|end_of_image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
     ),
     "Gemma 3 (with pictures)": Wrapper(
         config="Gemma3Config",
@@ -185,6 +190,7 @@ WRAPPERS = {
         text=WIDE | {"query_pre_attn_scalar": 16},
         tokens=GEMMA_TOKENS,
         picture="<start_of_image>",
+        video="",
         more={"image_seq_length": 4},
         arguments=("--enable-multimodal",),
     ),
@@ -242,8 +248,8 @@ def _write_processor(folder: Path, wrapper: Wrapper) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": list(wrapper.tokens.values())})
     parts = {"image_processor": getattr(transformers, wrapper.images)(**wrapper.sizes)}
     if wrapper.videos is not None:
-        parts["video_processor"] = getattr(transformers, wrapper.videos)()
-    template = CHAT.replace("PICTURE", wrapper.picture)
+        parts["video_processor"] = getattr(transformers, wrapper.videos)(**wrapper.sizes)
+    template = CHAT.replace("PICTURE", wrapper.picture).replace("VIDEO", wrapper.video)
     processor = getattr(transformers, wrapper.processor)
     made = processor(tokenizer=tokenizer, chat_template=template, **parts, **wrapper.more)
     made.save_pretrained(folder)
@@ -251,7 +257,7 @@ def _write_processor(folder: Path, wrapper: Wrapper) -> None:
 
 CHAT = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
-{% if part.type == 'text' %}{{ part.text }}{% else %}PICTURE{% endif %}
+{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'video' %}VIDEO{% else %}PICTURE{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -263,8 +269,18 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def data_url(image: Image.Image) -> str:
-    """As a request sends it."""
+def clip(seed: int, frames: int, width: int, height: int) -> list[Image.Image]:
+    """Frames of noise, two a second."""
+    return [picture(100 * seed + i, width, height) for i in range(frames)]
+
+
+def data_url(media: Image.Image | list[Image.Image]) -> str:
+    """A picture or a clip as a request sends it."""
     file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    if isinstance(media, list):
+        media[0].save(file, "GIF", save_all=True, append_images=media[1:], duration=500)
+        kind = "video/gif"
+    else:
+        media.save(file, "PNG")
+        kind = "image/png"
+    return f"data:{kind};base64," + base64.b64encode(file.getvalue()).decode()
