@@ -74,6 +74,10 @@ def in_long(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
+# Of two ranks on a CPU: the release wants a NUMA node for each, and NCCL, which came with torch, to find GPUs.
+RANKS = (
+    {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"} if DEVICE == "cpu" else {}
+)
 CHOSEN_WORKERS = os.environ.get("DFLASH_TEST_WORKERS", "v1,v2").split(",")
 
 

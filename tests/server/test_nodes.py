@@ -18,6 +18,7 @@ from tests.server.harness import (
     DEVICE,
     DFLASH,
     LAUNCHER,
+    RANKS,
     ROOT,
     WORKERS,
     Server,
@@ -37,8 +38,6 @@ pytestmark = needs_gpus(2)
 FIRST, SECOND = CHOSEN_WORKERS[0], CHOSEN_WORKERS[-1]
 END_SECONDS = 20
 MEET_SECONDS = 5
-# Without these the release wants a NUMA node for each rank, and NCCL, which came with torch, to find GPUs.
-CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0", "SGLANG_NCCL_SO_PATH": "none"}
 
 
 @contextmanager
@@ -48,7 +47,7 @@ def node(log: Path, rank: int, meet: int, port: int, worker: str, *more: str) ->
     arguments += ("--dist-init-addr", f"127.0.0.1:{meet}", *more)
     # Each node counts its GPUs from 0; here both have the same ones.
     arguments += ("--base-gpu-id", str(rank)) if DEVICE == "cuda" else ()
-    env = environment(**WORKERS[worker], **(CPU if DEVICE == "cpu" else {}))
+    env = environment(**WORKERS[worker], **RANKS)
     process = starter(False)(LAUNCHER[0], command(*arguments, port=port), env, ROOT, log)
     try:
         yield process

@@ -21,6 +21,7 @@ from tests.server.harness import (
     CHOSEN_WORKERS,
     DEVICE,
     DRAFTER,
+    RANKS,
     TARGET,
     Server,
     free_port,
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu/test_weights.
 
 Tensors = dict[str, torch.Tensor]
 
-# Without these the release wants a NUMA node for each rank, and NCCL, which came with torch, to find GPUs.
-RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}
 ASKED = dict(max_new_tokens=100)
 
 
