@@ -176,8 +176,7 @@ def module_sizes(target: Any) -> dict[str, tuple[int, int]]:
         "embed_tokens": (words, hidden),
         "lm_head": (hidden, words),
     }
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    if isinstance(inner, int) and not any(getattr(target, name, None) for name in experts):
+    if isinstance(inner, int) and not has_experts(target):
         sizes |= {
             "gate_proj": (hidden, inner),
             "up_proj": (hidden, inner),
@@ -185,6 +184,12 @@ def module_sizes(target: Any) -> dict[str, tuple[int, int]]:
             "down_proj": (inner, hidden),
         }
     return sizes
+
+
+def has_experts(target: Any) -> bool:
+    """Whether some layers are mixtures of experts, by the target's Hugging Face text config."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(target, name, None) for name in names)
 
 
 def _rank(label: str, config: Mapping[str, Any]) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_dflash.checkpoint.adapter import check_adapter, check_limits, read_adapter
+from sglang_dflash.checkpoint.adapter import (
+    check_adapter,
+    check_limits,
+    has_experts,
+    read_adapter,
+)
 from sglang_dflash.checkpoint.target_class import has_linear_attention
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.serving.declared import short
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 _ON_CPU = "torch_native"
+# What an adapter may call the modules that experts have, too.
+_EXPERTS = {"all", "all-linear", "gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
 
 def check_lora_arguments(args: ServerArgs) -> None:
@@ -38,10 +45,13 @@ def check_lora_arguments(args: ServerArgs) -> None:
             f"--enable-lora is not supported with DFLASH and a target with linear attention ({args.model_path}), whose "
             "layers SGLang's LoRA does not know: leave it out."
         )
-    for name, path in named_paths(args.lora_paths):
-        adapter = read_adapter(name, path)
+    adapters = [read_adapter(*named) for named in named_paths(args.lora_paths)]
+    for adapter in adapters:
         check_adapter(adapter, target.hf_text_config, args.model_path)
         check_limits(adapter, args.max_lora_rank, _merged(args.lora_target_modules))
+    if args.device == "cpu" and has_experts(target.hf_text_config):
+        wanted = [adapter.config["target_modules"] for adapter in adapters]
+        _check_no_experts([args.lora_target_modules or [], *wanted], args.model_path)
 
 
 def _check_flags(args: ServerArgs) -> None:
@@ -91,6 +101,20 @@ def named_paths(given: Any) -> Iterator[tuple[str, str]]:
             yield name, path or name
         else:
             yield each.lora_name, each.lora_path
+
+
+def _check_no_experts(given: Iterable[Any], path: str) -> None:
+    """Refuses modules of experts, which SGLang adapts with a GPU's kernels alone.
+
+    Args:
+        given: what the server and each adapter name.
+    """
+    for modules in given:
+        words = {modules} if isinstance(modules, str) else set(modules)
+        if over := sorted(words & _EXPERTS):
+            raise DFlashError(
+                f"LoRA on {over[0]} of experts needs a GPU ({path} has experts): use adapters of attention alone."
+            )
 
 
 def _merged(modules: Any) -> set[str] | None:

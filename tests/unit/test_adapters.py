@@ -25,10 +25,11 @@ from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.round.adapted_head import AdaptedHead
 from sglang_dflash.round.adapter_buffers import AdapterBuffers
-from sglang_dflash.serving.adapters import named_paths, until_unused
+from sglang_dflash.serving.adapters import check_lora_arguments, named_paths, until_unused
 from sglang_dflash.serving.lora_manager import CheckingLoRAManager
 from tests.server.adapters import ATTENTION, ENDS, MLP, write_adapter
 from tests.server.harness import TARGET
+from tests.unit.decoders import write_target
 
 EVERYTHING = (*ATTENTION, *MLP, *ENDS)
 Weights = dict[str, torch.Tensor]
@@ -41,6 +42,33 @@ def check(folder: Path) -> None:
 @pytest.mark.parametrize("modules", [EVERYTHING, ATTENTION, ("lm_head",), ("q_proj", "v_proj")])
 def test_fits(tmp_path: Path, modules: tuple[str, ...]) -> None:
     check(write_adapter(tmp_path, 0, rank=3, modules=modules))
+
+
+def _arguments(target: Path, adapter: Path, device: str) -> SimpleNamespace:
+    flags = {"max_loras_per_batch": 8, "enable_lora_overlap_loading": False}
+    unset = ("max_loaded_loras", "max_lora_rank", "lora_target_modules", "enable_lora")
+    config = SimpleNamespace(hf_text_config=AutoConfig.from_pretrained(target))
+    config.is_multimodal, config.hf_config = False, config.hf_text_config
+    return SimpleNamespace(
+        device=device,
+        model_path=str(target),
+        lora_backend="csgmv",
+        lora_paths=[f"a={adapter}"],
+        get_model_config=lambda: config,
+        **flags | dict.fromkeys(unset),
+    )
+
+
+def test_experts_need_a_gpu(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    write_target(target, "Qwen3-MoE", embedding=0.4)
+    of_attention = write_adapter(tmp_path / "a", 0, target, modules=ATTENTION)
+    of_all = write_adapter(tmp_path / "b", 0, target, modules=(*ATTENTION, *MLP))
+    check_lora_arguments(_arguments(target, of_attention, "cpu"))
+    check_lora_arguments(_arguments(target, of_all, "cuda"))
+    with pytest.raises(DFlashError, match="^LoRA on down_proj of experts needs a GPU"):
+        check_lora_arguments(_arguments(target, of_all, "cpu"))
 
 
 def _without(part: str) -> Callable[[Weights], Weights]:
