@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -270,18 +271,19 @@ def test_updated_from_tensor(
     assert assert_answers(server, prompts, answered["own"]) == pytest.approx(before, rel=0.01)
 
 
-@pytest.fixture
-def broadcast(server: Server) -> Iterator[Callable[[Tensors], tuple[bool, str]]]:
-    """Sends tensors from rank 0 of a group in which the server is rank 1."""
+@contextmanager
+def broadcasting(server: Server, ranks: int = 1) -> Iterator[Callable[[Tensors], tuple[bool, str]]]:
+    """Sends tensors from rank 0 of a group whose others are the server's ranks."""
     name, port = "new-weights", free_port()
-    group = dict(master_address="127.0.0.1", master_port=port, world_size=2, group_name=name)
+    group = dict(master_address="127.0.0.1", master_port=port, group_name=name)
+    group["world_size"] = 1 + ranks
     with ThreadPoolExecutor(1) as pool:
         body = group | {"rank_offset": 1, "backend": "gloo"}
         joined = pool.submit(server.post, "/init_weights_update_group", body)
         made = init_custom_process_group(
             backend="gloo",
             init_method=f"tcp://127.0.0.1:{port}",
-            world_size=2,
+            world_size=1 + ranks,
             rank=0,
             group_name=name,
             timeout=timedelta(seconds=60),
@@ -307,25 +309,21 @@ def broadcast(server: Server) -> Iterator[Callable[[Tensors], tuple[bool, str]]]
 
 
 def test_updated_from_distributed(
-    server: Server,
-    prompts: list[str],
-    answered: dict,
-    weights: Tensors,
-    others: Tensors,
-    broadcast: Callable[[Tensors], tuple[bool, str]],
+    server: Server, prompts: list[str], answered: dict, weights: Tensors, others: Tensors
 ) -> None:
     """With memory released before, and K/V resumed last."""
     before = assert_answers(server, prompts, answered["own"])
-    for sent, answers in ((others, "others"), (weights, "own")):
-        occupy(server, "release")
-        occupy(server, "resume", "weights")
-        ok, told = broadcast(sent)
-        assert ok, told
-        occupy(server, "resume", "kv_cache", "cuda_graph")
-        accepted = assert_answers(server, prompts, answered[answers])
-    assert accepted == pytest.approx(before, rel=0.01)
-    ok, told = broadcast({"model.norm.weight": torch.zeros(3)})
-    assert not ok and "partially updated" in told
+    with broadcasting(server) as broadcast:
+        for sent, answers in ((others, "others"), (weights, "own")):
+            occupy(server, "release")
+            occupy(server, "resume", "weights")
+            ok, told = broadcast(sent)
+            assert ok, told
+            occupy(server, "resume", "kv_cache", "cuda_graph")
+            accepted = assert_answers(server, prompts, answered[answers])
+        assert accepted == pytest.approx(before, rel=0.01)
+        ok, told = broadcast({"model.norm.weight": torch.zeros(3)})
+        assert not ok and "partially updated" in told
 
 
 def test_two_ranks(
@@ -341,7 +339,12 @@ def test_two_ranks(
             ok, told = updated(server, "tensor", **serialized(sent, ranks=2))
             assert ok, told
             occupy(server, "resume")
-            accepted = assert_answers(server, prompts, answered[answers])
+            assert_answers(server, prompts, answered[answers])
+        with broadcasting(server, ranks=2) as broadcast:
+            for sent, answers in ((others, "others"), (weights, "own")):
+                ok, told = broadcast(sent)
+                assert ok, told
+                accepted = assert_answers(server, prompts, answered[answers])
         assert accepted == pytest.approx(before, rel=0.01)
         assert not updated(
             server, "tensor", **serialized({"model.norm.weight": torch.zeros(3)}, ranks=2)
