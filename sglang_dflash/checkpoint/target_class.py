@@ -51,6 +51,7 @@ WRAPPERS = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -59,8 +60,8 @@ WRAPPERS = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 
-# Those that are shown videos, too. The release hands none to Kimi-K2.5, and transformers none to Gemma 3.
-WITH_VIDEOS = tuple(name for name in WRAPPERS if not name.startswith(("Gemma3", "Kimi")))
+# Those that are shown videos, too. The release hands none to Kimi-K2.5, and transformers none to Gemma 3 and Llama 4.
+WITH_VIDEOS = tuple(name for name in WRAPPERS if not name.startswith(("Gemma3", "Kimi", "Llama4")))
 
 # Classes with linear attention of which it was tried that states are brought to the accepted token.
 LINEAR = (

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch, for the CPU: of blocks, and of whatever the release's own does not compute there.
 
-That knows no windows, no sinks and no pool of sliding layers' own.
+That knows no windows, no chunks, no sinks and no pool of sliding layers' own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_dflash.chunks import chunk_of
 from sglang_dflash.two_pools import is_sliding, sliding_slots
 
 if TYPE_CHECKING:
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def computes(
-    layer: RadixAttention, forward_batch: ForwardBatch, sinks: torch.Tensor | None
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    sinks: torch.Tensor | None,
+    chunk_size: int | None,
 ) -> bool:
     """Whether `attention` is needed, because the release's own is not right."""
     verifies = forward_batch.forward_mode.is_target_verify()
-    return verifies or _window_of(layer) is not None or sinks is not None
+    some_keys = _window_of(layer) is not None or chunk_of(layer, chunk_size) > 0
+    return verifies or some_keys or sinks is not None
 
 
 def attention(
@@ -33,6 +38,7 @@ def attention(
     forward_batch: ForwardBatch,
     causal: bool,
     sinks: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """Each request's rows over its context and themselves.
 
@@ -42,6 +48,7 @@ def attention(
         causal: whether a row sees only itself and what is before it (the target), or all rows of its request (the
             draft model).
         sinks: [heads], scores of a key without a value.
+        chunk_size: of chunks of the context, in a model that has layers with some.
     """
     pool, table = forward_batch.token_to_kv_pool, forward_batch.req_to_token_pool.req_to_token
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -53,7 +60,8 @@ def attention(
             slots = sliding_slots(pool, slots)
         q = query[row : row + width].transpose(0, 1)  # [heads, width, head_dim]
         k, v = (cache[slots].transpose(0, 1).to(query.dtype) for cache in (keys, values))
-        seen = _seen(start, width, _window_of(layer), query.device) if causal else None
+        reach = (_window_of(layer), chunk_of(layer, chunk_size))
+        seen = _seen(start, width, *reach, query.device) if causal else None
         attended = attend(q, k, v, seen, layer.scaling, sinks)
         outputs[row : row + width] = attended.transpose(0, 1)
         row += width
@@ -79,9 +87,14 @@ def _window_of(layer: RadixAttention) -> int | None:
     return None if window is None or window < 0 else window
 
 
-def _seen(start: int, width: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[width, start + width] bool: row i sees keys up to start + i, as far back as the window reaches."""
+def _seen(
+    start: int, width: int, window: int | None, chunk: int, device: torch.device
+) -> torch.Tensor:
+    """[width, start + width] bool: row i sees keys up to start + i, as far back as window and chunk reach."""
     seen = torch.ones(width, start + width, dtype=torch.bool, device=device).tril(diagonal=start)
+    if chunk:
+        key = torch.arange(start + width, device=device)
+        seen &= key >= (key[start:] // chunk * chunk)[:, None]
     return seen if window is None else seen.triu(diagonal=start - window)
 
 

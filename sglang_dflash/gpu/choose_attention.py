@@ -105,6 +105,8 @@ def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:
         or any(max(pool.head_dim, pool.v_head_dim) > LARGEST_HEAD for pool in pools)
     ):
         return None
+    if runner.attention_chunk_size:  # FA3 knows no chunks
+        asked = TRITON
     _, decode_backend = args.get_attention_backends()
     capability = torch.cuda.get_device_capability()
     return choose(asked, capability, config.dtype, runner.kv_cache_dtype, decode_backend)

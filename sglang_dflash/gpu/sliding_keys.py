@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ _ALIGNED = 256  # keys; kernels step over them in smaller tiles, and sum up the 
 class SlidingKeys:
     """A page table that begins where windows do, and lengths counted from there; filled on the device.
 
-    What lies before it has no slot there any more. Windows and rows are the same wherever keys are counted from.
+    What lies before it has no slot there any more. Windows and rows are the same wherever keys are counted from, and
+    chunks if that is where one begins.
 
     Attributes:
         lengths: [bs] int32, keys of each request, its rows included.
@@ -32,7 +34,8 @@ class SlidingKeys:
         """
         self._page_size, self._reach = runner.page_size, runner.sliding_window_size + rows
         self._to_sliding = runner.token_to_kv_pool_allocator.full_to_swa_index_mapping
-        self._aligned = max(1, _ALIGNED // self._page_size)
+        chunk = runner.attention_chunk_size or 1
+        self._aligned = math.lcm(_ALIGNED, chunk, self._page_size) // self._page_size
         device = self._to_sliding.device
         count = min(pages, self._reach // self._page_size + 2 + self._aligned)
         self.lengths = torch.zeros(requests, dtype=torch.int32, device=device)

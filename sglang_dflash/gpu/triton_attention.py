@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
+from sglang_dflash.chunks import chunk_of
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.kernels.block_attention import block_attention
 from sglang_dflash.gpu.kernels.block_tiles import WHOLE
@@ -56,6 +57,7 @@ class TritonBlockAttention(BlockAttention):
             scale=layer.scaling,
             causal=causal,
             window=window_of(layer),
+            chunk=chunk_of(layer, self.runner.attention_chunk_size),
             cap=layer.logit_cap,
             sinks=sinks,
             k_scale=layer.k_scale_float if scaled else 1.0,

@@ -245,6 +245,11 @@ def _check_attention(args: ServerArgs) -> None:
             f"{flag} does not read the latents of MLA that {args.model_path} keeps: choose fa3, backend or auto."
         )
     if asked == FA3:
+        if args.get_model_config().attention_chunk_size:
+            raise DFlashError(
+                f"{flag} does not know chunks of the context, to which layers of {args.model_path} attend: choose "
+                "triton or auto."
+            )
         dtype = args.get_model_config().dtype
         kv_dtype = _KV_DTYPES.get(args.kv_cache_dtype, dtype)
         if why := why_not_fa3(torch.cuda.get_device_capability(), dtype, kv_dtype):

@@ -19,6 +19,7 @@ from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
+from sglang_dflash.chunks import chunk_of
 from sglang_dflash.cpu.block_attention import attend
 from sglang_dflash.cpu.lora import batch_info
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
@@ -76,6 +77,8 @@ class SideBySideAttention(BlockAttention):
             slots = table[request, key // page_size] * page_size + key % page_size
             row = (length - end + torch.arange(begin, end))[:, None]
             seen = (key <= row) & (key >= (row - window if window >= 0 else 0))
+            if chunk := chunk_of(layer, self.runner.attention_chunk_size):
+                seen &= key >= row // chunk * chunk
             given = (x.transpose(0, 1) for x in (q[begin:end], keys[slots], values[slots]))
             attended = attend(*given, seen, layer.scaling, sinks)
             out[begin:end] = attended.transpose(0, 1)

@@ -45,7 +45,6 @@ REFUSED = {
     "GPT-2": ("GPT2Config", "GPT2LMHeadModel"),
     "Phi": ("PhiConfig", "PhiForCausalLM"),
     "Helium": ("HeliumConfig", "HeliumForCausalLM"),
-    "Llama 4 (with pictures)": ("Llama4Config", "Llama4ForConditionalGeneration"),
     "Llama 3.2 (with pictures)": ("MllamaConfig", "MllamaForConditionalGeneration"),
 }
 WRAPPED = REFUSED.keys() - {"GPT-2", "Phi", "Helium"}
@@ -59,10 +58,9 @@ LINEAR = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
 UNCAPTURED = (*LINEAR, KIMI)  # of states and of latents no graph of prompts and blocks knows
 STATES = ("--max-mamba-cache-size", "64")
 BUFFERED = ("--mamba-scheduler-strategy", "extra_buffer", "--mamba-track-interval", "16")
-ENVIRONMENT = {
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0",  # see test_hybrid.py
-}
+UNCHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}  # see test_hybrid.py
+ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"} | UNCHECKED
+TWO_POOLS = "Llama 4 (with pictures)"
 
 OUTCOMES: dict[str, dict[str, str]] = {}
 
@@ -72,10 +70,10 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafter(tmp_path_factory.mktemp("drafter"))
 
 
-def of_linear(name: str, worker: str | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Arguments and environment of a server, if its target has linear attention."""
+def own_flags(name: str, worker: str | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments and environment of a server, if its target has linear attention or two pools."""
     if name not in LINEAR:
-        return (), {}
+        return (), UNCHECKED if name == TWO_POOLS else {}
     return STATES + BUFFERED * (worker == "v2"), ENVIRONMENT
 
 
@@ -85,14 +83,14 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
     write_target(tmp_path, name, embedding=0.5 if name in LINEAR else 0.4)
     arguments = ("--model-path", str(tmp_path), "--skip-tokenizer-init")
     log = name.replace(" ", "-")
-    more, variables = of_linear(name)
+    more, variables = own_flags(name)
     with running(logs / f"{log}-plain.log", *arguments, *more, **variables) as plain:
         expected = [plain.generate(ids, **TOKENS)["output_ids"] for ids in PROMPTS]
     assert sum(len(set(ids)) > 1 for ids in expected) >= 3
     arguments += ("--speculative-draft-model-path", str(drafter))
     for worker, launcher, *more in WAYS if name in FIRST else WAYS[: len(CHOSEN_WORKERS)]:
         file = logs / f"{log}-{worker}-{launcher}.log"
-        states, variables = of_linear(name, worker)
+        states, variables = own_flags(name, worker)
         given = (*arguments, *more, *states)
         with running(file, *given, worker=worker, launcher=(launcher,), **variables) as server:
             for concurrency in (1, len(PROMPTS)):
@@ -227,7 +225,7 @@ def check_media(
     arguments = ("--model-path", str(folder / "target"), *arguments)
     asked, log = requests_with_pictures(mark), name.replace(" ", "-")
     asked += requests_with_videos(mark, video) if video else []
-    more, variables = of_linear(name)
+    more, variables = own_flags(name)
     with running(logs / f"{log}-plain.log", *arguments, *more, **variables) as plain:
         expected = [ask(plain, *request)[0] for request in asked]
     assert len(set(map(str, expected))) == len(asked), "what changes nothing tells nothing"
@@ -235,7 +233,7 @@ def check_media(
     for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in UNCAPTURED else WAYS:
         file, (states, variables) = (
             logs / f"{log}-{worker}-{launcher}.log",
-            of_linear(name, worker),
+            own_flags(name, worker),
         )
         more = (*more, *states)
         with running(

@@ -25,6 +25,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (90, "bf16", {"DIM": 80, "WINDOW": 100, "HAS_CAP": True, "HAS_SINKS": True}),
     (80, "fp32", {"CAUSAL": False, "PAGE_SIZE": 64, "FORMAT": "e5m2"}),
     (89, "bf16", {"DIM": 256, "FORMAT": "e4m3"}),
+    (90, "bf16", {"CHUNK": 8192, "PAGE_SIZE": 64}),
 ]
 
 
@@ -41,12 +42,12 @@ def compiled(kernel: Any, capability: int, constants: dict, types: dict[str, str
 
 def attention(capability: int, dtype: str, changes: dict[str, Any]) -> int:
     """Compiles the launches of blocks and of rows side by side; the shared memory of the largest."""
-    options = dict(DIM=128, PAGE_SIZE=1, CAUSAL=True, WINDOW=-1, HAS_CAP=False, HAS_SINKS=False)
-    options |= {"FORMAT": ""} | changes
+    options = dict(DIM=128, PAGE_SIZE=1, CAUSAL=True, HAS_CAP=False, HAS_SINKS=False)
+    options |= dict(WINDOW=-1, CHUNK=0, FORMAT="") | changes
     dim, early = options["DIM"], capability >= 90
     tile = choose_tile(dim, WIDTH * GROUP, ITEMSIZE[dtype], MEMORY[capability])
     heads = dict(KV_HEADS=KV_HEADS, GROUP=GROUP, V_DIM=dim, V_DIM_POW2=triton.next_power_of_2(dim))
-    heads |= dict(WINDOW=options["WINDOW"], KEYS=tile.keys)
+    heads |= dict(WINDOW=options["WINDOW"], CHUNK=options["CHUNK"], KEYS=tile.keys)
     blocks = heads | dict(WIDTH=WIDTH, LONGEST=LONG, EARLY=early)
     rest = options | dict(ROWS=tile.rows, STAGES=tile.stages, DIM_POW2=triton.next_power_of_2(dim))
     if not options["HAS_SINKS"]:

@@ -169,7 +169,9 @@ class DraftRunner:
         slots = 1 + torch.randperm(requests * context, generator=torch.Generator().manual_seed(1))
         table = slots.view(requests, context).to(torch.int32)
         self.req_to_token_pool = SimpleNamespace(req_to_token=table)
-        self.attn_backend = TorchNativeAttnBackend(SimpleNamespace(device="cpu"))
+        self.attn_backend = TorchNativeAttnBackend(
+            SimpleNamespace(device="cpu", attention_chunk_size=None)
+        )
 
     @property
     def config(self) -> DraftConfig:

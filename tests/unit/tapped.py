@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
+from sglang.srt.configs.update_config import (
+    adjust_config_with_unaligned_cpu_tp,
+    adjust_tp_num_heads_if_necessary,
+)
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -36,7 +40,9 @@ class Target:
     """A target as the release loads it, tapped, with a pool of KV slots."""
 
     def __init__(self, folder: Path, drafter: Path):
-        config = ModelConfig(str(folder), enable_multimodal=True).hf_config
+        model_config = ModelConfig(str(folder), enable_multimodal=True)
+        given = LoadConfig(load_format="safetensors")
+        config = adjust_config_with_unaligned_cpu_tp(model_config, given, 1).hf_config
         text = config.get_text_config()
         is_linear = hasattr(type(text), "mamba2_cache_params")
         if is_linear:
@@ -52,7 +58,10 @@ class Target:
         )
         tap_target(SimpleNamespace(server_args=args, model=self.model))
         attention = next(m for m in self.model.modules() if hasattr(m, "tp_k_head_num"))
-        self.backend = TorchNativeAttnBackend(SimpleNamespace(device="cpu"))
+        chunk = getattr(text, "attention_chunk_size", None)
+        self.backend = TorchNativeAttnBackend(
+            SimpleNamespace(device="cpu", attention_chunk_size=chunk)
+        )
         shape = dict(
             size=64,
             page_size=1,

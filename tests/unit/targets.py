@@ -189,7 +189,9 @@ class Blocks:
             out_cache_loc=slots,
             positions=self.positions,
             spec_info=DFlashVerifyInput(WIDTH, self.positions, CaptureHiddenMode.FULL),
-            attn_backend=TorchNativeAttnBackend(SimpleNamespace(device=self.device)),
+            attn_backend=TorchNativeAttnBackend(
+                SimpleNamespace(device=self.device, attention_chunk_size=None)
+            ),
             token_to_kv_pool=self.pools[pool],
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             **NOTHING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3NextConfig
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.serving.arguments import _check_attention
 from tests.unit.decoders import DELTA_NETS, SIZES, write_drafter
 from tests.unit.drafters import save, speculators_config
 
@@ -318,3 +320,11 @@ def test_another_kind_of_drafter_as_the_model(tmp_path: Path) -> None:
     raw = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     with pytest.raises(DFlashError, match="of type eagle3"):
         from_drafter(save(tmp_path, raw))
+
+
+def test_fa3_knows_no_chunks() -> None:
+    config = SimpleNamespace(attention_chunk_size=8192)
+    args = SimpleNamespace(speculative_dflash_attention="fa3", device="cuda", model_path="llama-4")
+    args.get_model_config = lambda: config
+    with pytest.raises(DFlashError, match="attention fa3 does not know chunks of the context"):
+        _check_attention(args)

@@ -37,13 +37,31 @@ def test_windows(mode: ForwardMode, sinks: bool) -> None:
     check(blocks, True, window=6, sinks=torch.randn(HEADS) if sinks else None, two_pools=True)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize(
-    ("window", "sinks", "needed"),
-    [(-1, None, False), (6, None, True), (-1, torch.ones(HEADS), True)],
+    "mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE, ForwardMode.EXTEND]
 )
-def test_where_the_release_is_right(window: int, sinks: torch.Tensor | None, needed: bool) -> None:
+def test_chunks(mode: ForwardMode, chunk: int) -> None:
+    """Rows of one block in several chunks, and chunks that nobody leaves."""
+    check(Blocks(1 if mode.is_decode() else 5, 2, mode), True, chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    ("window", "irope", "sinks", "needed"),
+    [
+        (-1, False, None, False),
+        (6, False, None, True),
+        (-1, True, None, True),
+        (-1, False, torch.ones(HEADS), True),
+    ],
+)
+def test_where_the_release_is_right(
+    window: int, irope: bool, sinks: torch.Tensor | None, needed: bool
+) -> None:
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
-    assert computes(SimpleNamespace(sliding_window_size=window), batch, sinks) is needed
+    layer = SimpleNamespace(sliding_window_size=window, use_irope=irope)
+    assert computes(layer, batch, sinks, 8) is needed
+    assert computes(layer, batch, sinks, None) is (needed and not irope)
 
 
 class Blocks:
@@ -94,6 +112,7 @@ def check(
     window: int = -1,
     sinks: torch.Tensor | None = None,
     two_pools: bool = False,
+    chunk: int | None = None,
 ) -> None:
     blocks.batch.token_to_kv_pool = blocks.pool(two_pools)
     layer = SimpleNamespace(
@@ -102,15 +121,17 @@ def check(
         tp_q_head_num=HEADS,
         tp_k_head_num=blocks.kv_heads,
         sliding_window_size=window,
+        use_irope=True,
     )
     query, width = blocks.query, blocks.width
     output = torch.empty(len(query), HEADS * DIM)
-    result = attention(query, output, layer, blocks.batch, causal, sinks)
+    result = attention(query, output, layer, blocks.batch, causal, sinks, chunk)
     for i, start in enumerate(blocks.starts):
         slots = blocks.table[blocks.rows[i], : start + width]
         for row in range(width):
             end = start + row + 1 if causal else start + width
             begin = 0 if window < 0 else max(0, start + row - window)
+            begin = max(begin, (start + row) // chunk * chunk) if chunk else begin
             for head in range(HEADS):
                 kv_head = head * blocks.kv_heads // HEADS
                 expected = dense(

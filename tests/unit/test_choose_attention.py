@@ -6,15 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_dflash.gpu.choose_attention import (
     SIDE_BY_SIDE,
+    block_attention_of,
     choose,
     prompts_in_graphs,
     why_not_fa3,
 )
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+from tests.unit.test_arguments import arguments
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,6 +51,22 @@ def test_by_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, backend: str, expec
 def test_as_asked() -> None:
     assert choose("triton", HOPPER, BF16, BF16, "fa3") is TritonBlockAttention
     assert choose("fa3", HOPPER, BF16, E4M3, "flashinfer") is Fa3BlockAttention
+
+
+@pytest.mark.parametrize("chunk", [None, 8192])
+def test_chunks(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FA3 knows none."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    pool = MHATokenToKVPool(4, 1, BF16, 2, 64, 1, "cpu", enable_memory_saver=False)
+    runner = SimpleNamespace(
+        server_args=arguments(),
+        model_config=SimpleNamespace(dtype=BF16),
+        use_mla_backend=False,
+        token_to_kv_pool=pool,
+        kv_cache_dtype=BF16,
+        attention_chunk_size=chunk,
+    )
+    assert block_attention_of(runner) is (TritonBlockAttention if chunk else Fa3BlockAttention)
 
 
 @pytest.mark.parametrize("asked", ["fa3", "triton"])

@@ -66,7 +66,7 @@ def test_states_in_captured_blocks(tmp_path: Path, kv_dtype: torch.dtype, layers
         assert draft.model.fused is not None
     lengths, table = (starts + BLOCK).int(), draft.req_to_token_pool.req_to_token
     draft.attn_backend = TritonBlockAttention(
-        SimpleNamespace(page_size=1, token_to_kv_pool=None),
+        SimpleNamespace(page_size=1, token_to_kv_pool=None, attention_chunk_size=None),
         lengths,
         table,
         BLOCK,

@@ -50,6 +50,7 @@ def trials_of(
 ) -> list[TrialBlocks]:
     """On a runner that has what trials read."""
     runner = SimpleNamespace(
+        attention_chunk_size=None,
         model=model,
         page_size=pool.page_size,
         token_to_kv_pool=pool,

@@ -83,9 +83,9 @@ def test_another_target(raw: dict, tmp_path: Path, capsys: pytest.CaptureFixture
         ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", None),
         ("qwen2_vl", "Qwen2VLForConditionalGeneration", None),
         (
-            "llama4",
-            "Llama4ForConditionalGeneration",
-            "runs as Llama4ForConditionalGeneration, which wraps",
+            "mllama",
+            "MllamaForConditionalGeneration",
+            "runs as MllamaForConditionalGeneration, which wraps",
         ),
         ("gemma3_text", "Gemma3ForCausalLM", None),
         ("qwen3_next", "Qwen3NextForCausalLM", None),

@@ -87,7 +87,9 @@ def test_attention_of_graphs(folders: tuple[Path, Path]) -> None:
     for graphed in (False, True):
         target, attention = prompted(folders, ids[:WIDTH]), None
         if graphed:
-            runner = SimpleNamespace(page_size=1, token_to_kv_pool=target.pool)
+            runner = SimpleNamespace(
+                page_size=1, token_to_kv_pool=target.pool, attention_chunk_size=None
+            )
             attention = TritonBlockAttention(
                 runner, torch.tensor([2 * WIDTH], dtype=torch.int32), table, WIDTH, True, False
             )

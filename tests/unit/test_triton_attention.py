@@ -108,6 +108,8 @@ def test_sizes_of_heads(dim: int, v_dim: int, split: Split) -> None:
         {"cap": 30.0, "window": 33},
         {"sinks": True},
         {"sinks": True, "window": 10, "cap": 2.0},
+        {"chunk": 32},
+        {"chunk": 7, "sinks": True},
     ],
     ids=str,
 )

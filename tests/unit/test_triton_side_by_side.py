@@ -129,6 +129,8 @@ def test_sizes_of_heads(dim: int, v_dim: int, room: int) -> None:
         {"cap": 30.0, "window": 33},
         {"sinks": True},
         {"sinks": True, "window": 10, "cap": 2.0},
+        {"chunk": 32},
+        {"chunk": 7, "sinks": True},
         {"causal": False},
     ],
     ids=str,
@@ -242,7 +244,7 @@ def test_layers(
     k, v, table = pool((100, 60, 40), page_size, kv_heads, dim, dim, kv_dtype)
     k[:page_size], v[:page_size] = 1, 1
     page_table, lengths, ends = torch.zeros_like(table), on_device([0] * 3), on_device([0] * 4)
-    runner = SimpleNamespace(page_size=page_size, token_to_kv_pool=None)
+    runner = SimpleNamespace(page_size=page_size, token_to_kv_pool=None, attention_chunk_size=24)
     attention = TritonSideBySide(runner, lengths, page_table, ends, 32)
     layers = [
         SimpleNamespace(
@@ -254,6 +256,7 @@ def test_layers(
             scaling=0.2,
             logit_cap=cap,
             sliding_window_size=window,
+            use_irope=window == -1,
             k_scale=torch.tensor(0.5),
             v_scale=torch.tensor(2.0),
             k_scale_float=0.5,
@@ -278,6 +281,7 @@ def test_layers(
                 scale=0.2 * (0.5 if scaled else 1),
                 causal=True,
                 window=-1 if layer.sliding_window_size is None else layer.sliding_window_size,
+                chunk=24 if layer.use_irope else 0,
                 cap=layer.logit_cap,
                 v_scale=2.0 if scaled else 1.0,
             )
@@ -291,7 +295,7 @@ def test_as_buffers_are_filled(page_size: int) -> None:
     world, heads, dim, size = buffers.World(page_size), 4, 16, 48
     inputs, slots = world.inputs, int(world.table.max()) + page_size
     k, v = torch.randn(2, slots, heads // 2, dim)
-    runner = SimpleNamespace(page_size=page_size, token_to_kv_pool=None)
+    runner = SimpleNamespace(page_size=page_size, token_to_kv_pool=None, attention_chunk_size=None)
     attention = TritonSideBySide(runner, inputs.cache_lengths, inputs.page_table, inputs.ends, size)
     layer = SimpleNamespace(
         scaling=0.2, logit_cap=0.0, sliding_window_size=None, k_scale=None, v_scale=None

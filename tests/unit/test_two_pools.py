@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,10 +184,11 @@ def test_what_windows_have_left_is_freed_together() -> None:
     assert second.swa_evicted_seqlen == before
 
 
+@pytest.mark.parametrize("chunk", [None, WINDOW])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("rows", [1, 8, 100])
-def test_table_of_windows(page_size: int, rows: int) -> None:
-    """Wherever it begins: whatever a window or the rows reach is where the allocator says."""
+def test_table_of_windows(page_size: int, rows: int, chunk: int | None) -> None:
+    """Wherever it begins: whatever a window or the rows reach is where the allocator says, and chunks begin alike."""
     generator = torch.Generator().manual_seed(rows)
     pages = 1200 // page_size
     table = 1 + torch.randperm(4 * pages, generator=generator).view(4, pages).int()
@@ -198,12 +200,15 @@ def test_table_of_windows(page_size: int, rows: int) -> None:
     runner = SimpleNamespace(
         page_size=page_size,
         sliding_window_size=WINDOW,
+        attention_chunk_size=chunk,
         token_to_kv_pool_allocator=SimpleNamespace(full_to_swa_index_mapping=to_sliding),
     )
     keys = SlidingKeys(runner, 4, pages, rows)
     lengths = torch.tensor([rows, rows + 300, 777, 1200], dtype=torch.int32)
     keys.fill(lengths, table)
-    assert keys.table.shape[1] * page_size <= max(rows + WINDOW, 16) + 256 + 4 * page_size
+    step = math.lcm(256, chunk or 1)
+    assert keys.table.shape[1] * page_size <= max(rows + WINDOW, 16) + step + 4 * page_size
+    assert not ((lengths - keys.lengths) % step).any()
     for i, length in enumerate(lengths.tolist()):
         for back in range(1, min(length, rows + WINDOW) + 1):
             key, there = length - back, int(keys.lengths[i]) - back
@@ -222,6 +227,7 @@ def test_windows_of_the_first_row_of_a_prompt(attention: type) -> None:
     runner = SimpleNamespace(
         page_size=1,
         sliding_window_size=window,
+        attention_chunk_size=None,
         token_to_kv_pool=pool,
         token_to_kv_pool_allocator=allocator,
     )

@@ -116,7 +116,7 @@ class Worded:
         return given | {"mrope_positions": positions if self._mrope else None}
 
 
-MROPE = [name for name in WRAPPERS if "Gemma" not in name]
+MROPE = [n for n, w in WRAPPERS.items() if "mrope_section" in w.text.get("rope_parameters", {})]
 # Frames of a video see each other in the release's tower and not in transformers', so the release's is taken for both.
 FRAMES_MEET = "Qwen2.5-VL"
 # What each is shown: GLM takes pictures or videos.

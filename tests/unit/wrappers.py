@@ -54,6 +54,14 @@ GEMMA_TOKENS = {
     "eoi_token_index": "<end_of_image>",
     "image_token_index": "<image_soft_token>",
 }
+LLAMA_TOKENS = {
+    "boi_token_index": "<|image_start|>",
+    "eoi_token_index": "<|image_end|>",
+    "image_token_index": "<|patch|>",
+    "fake_image_token_index": "<|image|>",
+    "tile_x_separator_token_index": "<|tile_x_separator|>",
+    "tile_y_separator_token_index": "<|tile_y_separator|>",
+}
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,36 @@ WRAPPERS = {
         more={"image_seq_length": 4},
         arguments=("--enable-multimodal",),
     ),
+    # Without experts, which the release does not run on a CPU.
+    "Llama 4 (with pictures)": Wrapper(
+        config="Llama4Config",
+        processor="Llama4Processor",
+        images="Llama4ImageProcessorFast",
+        tower=dict(
+            hidden_size=32,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=56,
+            projector_input_dim=32,
+            projector_output_dim=32,
+            vision_output_dim=32,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+        sizes={"size": {"height": 56, "width": 56}, "max_patches": 4},
+        text=dict(
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+            intermediate_size_mlp=SIZES["intermediate_size"],
+            interleave_moe_layer_step=100,
+            use_qk_norm=False,
+            attention_chunk_size=4,
+            floor_scale=8,
+        ),
+        tokens=LLAMA_TOKENS,
+        picture="<|image|>",
+        video="",
+        arguments=("--enable-multimodal",),
+    ),
 }
 
 
@@ -223,7 +261,8 @@ def write_wrapper(folder: Path, name: str, embedding: float = 1.0) -> PreTrained
         embeddings.mul_(embedding / (SIZES["hidden_size"] ** 0.5 if "Gemma" in name else 1))
         embeddings[MASK] = 0
         model.get_output_embeddings().weight.copy_(embeddings)
-    model.save_pretrained(folder)
+    # Llama 4's class looks for its tower in an index of shards.
+    model.save_pretrained(folder, max_shard_size="300KB" if "Llama" in name else "5GB")
     if "Qwen3-VL" in name:
         _turn_experts(folder / "model.safetensors")
     _write_processor(folder, wrapper)

@@ -24,6 +24,7 @@ def _size_of_parts(
     most,
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
@@ -31,6 +32,8 @@ def _size_of_parts(
     first = length * 0
     if WINDOW >= 0:
         first = tl.maximum(length - WIDTH - WINDOW, 0) // KEYS * KEYS
+    if CHUNK > 0:
+        first = tl.maximum(length - WIDTH, 0) // CHUNK * CHUNK // KEYS * KEYS
     seen = length - first
     size = tl.maximum(tl.cdiv(seen, most), tl.minimum(tl.cdiv(seen, fill), LONGEST))
     size = tl.maximum(tl.cdiv(size, KEYS) * KEYS, KEYS)
@@ -65,6 +68,7 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -81,7 +85,7 @@ def _attend(
     kv_head = tile % KV_HEADS
     row = tile // KV_HEADS * ROWS + tl.arange(0, ROWS)
     length = tl.load(lengths_ptr + request)
-    first, size, parts = _size_of_parts(length, fill, most, WIDTH, WINDOW, KEYS, LONGEST)
+    first, size, parts = _size_of_parts(length, fill, most, WIDTH, WINDOW, CHUNK, KEYS, LONGEST)
     if part >= tl.maximum(parts, 1):
         return
     begin = first + part * size
@@ -116,6 +120,7 @@ def _attend(
         PAGE_SIZE=PAGE_SIZE,
         CAUSAL=CAUSAL,
         WINDOW=WINDOW,
+        CHUNK=CHUNK,
         HAS_CAP=HAS_CAP,
         HAS_SINKS=HAS_SINKS,
         FORMAT=FORMAT,
@@ -147,6 +152,7 @@ def _combine(
     V_DIM: tl.constexpr,
     V_DIM_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MOST: tl.constexpr,
@@ -159,7 +165,7 @@ def _combine(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + request)
-    _, _, parts = _size_of_parts(length, fill, MOST, WIDTH, WINDOW, KEYS, LONGEST)
+    _, _, parts = _size_of_parts(length, fill, MOST, WIDTH, WINDOW, CHUNK, KEYS, LONGEST)
     if parts <= 1:
         return  # written already
     part, dv = tl.arange(0, MOST), tl.arange(0, V_DIM_POW2)
@@ -195,6 +201,7 @@ def block_attention(
     scale: float,
     causal: bool,
     window: int = -1,
+    chunk: int = 0,
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -213,6 +220,7 @@ def block_attention(
         scale: of the products.
         causal: whether a row sees only itself and what is before it, or the whole block.
         window: keys before itself that a row sees; -1 for all.
+        chunk: keys of a chunk of the context, of which a row sees none before its own; 0 for all.
         cap: soft cap of the scaled products; 0 for none.
         sinks: [heads], scores of a key without a value.
         k_scale, v_scale: what stored K and V are multiplied with.
@@ -235,6 +243,7 @@ def block_attention(
         scale=scale,
         causal=causal,
         window=window,
+        chunk=chunk,
         cap=cap,
         sinks=sinks,
         k_scale=k_scale,
@@ -261,7 +270,8 @@ def block_attention(
     )
     if split.most > 1:
         # So many elements as 128 threads hold.
-        dims = {name: keys[name] for name in ("KV_HEADS", "V_DIM", "V_DIM_POW2", "WINDOW", "KEYS")}
+        names = ("KV_HEADS", "V_DIM", "V_DIM_POW2", "WINDOW", "CHUNK", "KEYS")
+        dims = {name: keys[name] for name in names}
         at_once = max(1, 8192 // (split.most * dims["V_DIM_POW2"]))
         at_once = min(at_once, triton.next_power_of_2(rows))
         grid = (triton.cdiv(rows, at_once), kv_heads, requests)
@@ -282,6 +292,7 @@ def block_attention_reference(
     scale: float,
     causal: bool,
     window: int = -1,
+    chunk: int = 0,
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -305,6 +316,8 @@ def block_attention_reference(
         seen = (key <= position) if causal else (key >= 0).expand(width, -1)
         if window >= 0:
             seen = seen & (key + window >= position)
+        if chunk > 0:
+            seen = seen & (key >= position // chunk * chunk)
         s = s.masked_fill(~seen, float("-inf"))
         if sinks is not None:
             s = torch.cat([s, sinks.float()[:, None, None].expand(-1, width, 1)], dim=-1)

@@ -60,6 +60,7 @@ def over_keys(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -109,6 +110,8 @@ def over_keys(
             seen = seen & (key[None, :] <= position[:, None])
         if WINDOW >= 0:
             seen = seen & (key[None, :] + WINDOW >= position[:, None])
+        if CHUNK > 0:
+            seen = seen & (key[None, :] >= (position // CHUNK * CHUNK)[:, None])
         s = tl.where(seen, s, float("-inf"))
 
         higher = tl.maximum(top, tl.max(s, axis=1))
@@ -132,6 +135,7 @@ def key_arguments(
     scale: float,
     causal: bool,
     window: int = -1,
+    chunk: int = 0,
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
@@ -155,6 +159,7 @@ def key_arguments(
         PAGE_SIZE=page_size,
         CAUSAL=causal,
         WINDOW=window,
+        CHUNK=chunk,
         HAS_CAP=cap > 0,
         HAS_SINKS=sinks is not None,
         FORMAT=format,

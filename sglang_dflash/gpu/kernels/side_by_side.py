@@ -29,6 +29,7 @@ def _keys_of_tile(
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -38,6 +39,8 @@ def _keys_of_tile(
     if WINDOW >= 0:
         # All tiles step over keys at the same places, so that a row's sum does not depend on its neighbours.
         begin = tl.maximum(position - WINDOW, 0) // KEYS * KEYS
+    if CHUNK > 0:
+        begin = tl.maximum(position, 0) // CHUNK * CHUNK // KEYS * KEYS
     if CAUSAL:
         end = tl.minimum(length - width + (first + ROWS - 1) // GROUP + 1, length)
     return begin, end, tl.maximum(tl.cdiv(end - begin, size), 1)
@@ -67,6 +70,7 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -78,7 +82,9 @@ def _attend(
     request, first, part, size, token, width, length = entry_of(plan_ptr, entry)
     if request < 0:
         return
-    seen, last, parts = _keys_of_tile(first, size, width, length, GROUP, CAUSAL, WINDOW, ROWS, KEYS)
+    seen, last, parts = _keys_of_tile(
+        first, size, width, length, GROUP, CAUSAL, WINDOW, CHUNK, ROWS, KEYS
+    )
     if part >= parts:
         return
     begin = seen + part * size
@@ -114,6 +120,7 @@ def _attend(
         PAGE_SIZE=PAGE_SIZE,
         CAUSAL=CAUSAL,
         WINDOW=WINDOW,
+        CHUNK=CHUNK,
         HAS_CAP=HAS_CAP,
         HAS_SINKS=HAS_SINKS,
         FORMAT=FORMAT,
@@ -144,6 +151,7 @@ def _combine(
     V_DIM_POW2: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     COMBINED: tl.constexpr,
@@ -153,7 +161,9 @@ def _combine(
     request, first, part, size, token, width, length = entry_of(plan_ptr, entry)
     if (request < 0) | (part > 0):
         return
-    _, _, parts = _keys_of_tile(first, size, width, length, GROUP, CAUSAL, WINDOW, ROWS, KEYS)
+    _, _, parts = _keys_of_tile(
+        first, size, width, length, GROUP, CAUSAL, WINDOW, CHUNK, ROWS, KEYS
+    )
     if parts <= 1:
         return  # written already
     of_tile = tl.program_id(2) * COMBINED + tl.arange(0, COMBINED)
@@ -192,8 +202,8 @@ def side_by_side_attention(
         k_cache, v_cache: [slots, kv_heads, head_dim], contiguous; as `block_attention` reads them.
         page_table: [bs, pages] int32, read as far as the lengths go.
         plan: made for these heads.
-        options: `page_size`, `scale`, `causal`, `window`, `cap`, `sinks`, `k_scale`, `v_scale`, as `block_attention`
-            has them.
+        options: `page_size`, `scale`, `causal`, `window`, `chunk`, `cap`, `sinks`, `k_scale`, `v_scale`, as
+            `block_attention` has them.
 
     Returns:
         [rows, heads, v_head_dim] of the dtype of `q`.
@@ -217,7 +227,7 @@ def side_by_side_attention(
         **keys,
     )
     if plan.split:
-        names = ("KV_HEADS", "V_DIM", "V_DIM_POW2", "CAUSAL", "WINDOW", "ROWS", "KEYS")
+        names = ("KV_HEADS", "V_DIM", "V_DIM_POW2", "CAUSAL", "WINDOW", "CHUNK", "ROWS", "KEYS")
         same = {name: keys[name] for name in names}
         grid = (plan.split, kv_heads, tile.rows // _COMBINED)
         given = (out, parts, weights, plan.entries)
