@@ -9,7 +9,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
-from sglang_dflash.gpu.fa3_latents import LATENT, ROTATED, Fa3LatentAttention
+from sglang_dflash.gpu.fa3_latents import (
+    LATENT,
+    ROTATED,
+    Fa3LatentAttention,
+    Fa3LatentSideBySide,
+)
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.kernels.over_keys import FP8
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
@@ -22,7 +27,11 @@ if TYPE_CHECKING:
 AUTO, FA3, TRITON, BACKEND = CHOICES = ("auto", "fa3", "triton", "backend")
 
 # What computes attention of blocks → what computes that of blocks and prompts in one pass.
-SIDE_BY_SIDE = {Fa3BlockAttention: Fa3SideBySide, TritonBlockAttention: TritonSideBySide}
+SIDE_BY_SIDE = {
+    Fa3BlockAttention: Fa3SideBySide,
+    Fa3LatentAttention: Fa3LatentSideBySide,
+    TritonBlockAttention: TritonSideBySide,
+}
 
 HOPPER = 9  # compute capability that FA3 is written for
 LARGEST_HEAD = 256  # of both

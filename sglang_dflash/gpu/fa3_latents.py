@@ -87,3 +87,19 @@ class Fa3LatentAttention(Fa3BlockAttention):
             num_splits=self.num_splits,
         )
         return made.view(-1, heads * LATENT)
+
+
+class Fa3LatentSideBySide(Fa3LatentAttention):
+    """Over rows of requests that have different numbers of them; see `Fa3SideBySide`."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache_lengths: torch.Tensor,
+        page_table: torch.Tensor,
+        ends: torch.Tensor,
+        rows: int,
+    ):
+        super().__init__(runner, cache_lengths, page_table, rows, True, True)
+        self.ends = self.cu_seqlens_q = ends
+        self.num_splits = 1

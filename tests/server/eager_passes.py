@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.lora.utils import LoRABatchInfo
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
@@ -56,6 +57,21 @@ class SideBySideAttention(BlockAttention):
     ):
         super().__init__(runner, cache_lengths, page_table, rows, causal=True, short=True)
         self.ends = ends
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if save_kv_cache and self.runner.use_mla_backend:  # its pool takes no scales
+            slots, save_kv_cache = forward_batch.out_cache_loc, False
+            forward_batch.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
+        return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def attend(
         self,

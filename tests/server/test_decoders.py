@@ -23,6 +23,7 @@ from tests.server.harness import (
     in_long,
     running,
 )
+from tests.server.riders import ran
 from tests.unit.decoders import ARCHITECTURES, SIZES, write_drafter, write_target
 from tests.unit.kimi import ARGUMENTS, KIMI, PICTURE, write_kimi
 from tests.unit.wrappers import VOCABULARY, WRAPPERS, clip, data_url, picture, write_wrapper
@@ -33,12 +34,13 @@ PROMPTS = [[(7 * n + 31 * i) % 300 + 5 for i in range(n)] for n in (1, 2, 3, 5, 
 # And the passes over prompts and blocks that a GPU captures.
 PASSES = (
     *("tests.server.eager_passes", "--piecewise-cuda-graph-max-tokens", "128"),
-    *("--speculative-dflash-verify", "all"),
+    *("--speculative-dflash-verify", "all", "--enable-metrics"),
 )
 WAYS = [(worker, *LAUNCHER) for worker in CHOSEN_WORKERS] + [(CHOSEN_WORKERS[-1], *PASSES)] * (
     DEVICE == "cpu"
 )
 FIRST = ("Gemma 3 (text)", "Granite")
+CAPTURED = (*FIRST, "DeepSeek-V3")
 OTHERS = in_long(*(name for name in ARCHITECTURES if name not in FIRST))
 # Config and model class of transformers.
 REFUSED = {
@@ -55,7 +57,6 @@ PICTURED = ("--speculative-dflash-draft-window-size", "8", "--chunked-prefill-si
 FIRST_PICTURED = "Qwen2.5-VL"
 # Of targets with linear attention: states as precise as all else, and what v2's prefix cache has of them.
 LINEAR = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
-UNCAPTURED = (*LINEAR, KIMI)  # of states and of latents no graph of prompts and blocks knows
 STATES = ("--max-mamba-cache-size", "64")
 BUFFERED = ("--mamba-scheduler-strategy", "extra_buffer", "--mamba-track-interval", "16")
 UNCHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}  # see test_hybrid.py
@@ -88,7 +89,7 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
         expected = [plain.generate(ids, **TOKENS)["output_ids"] for ids in PROMPTS]
     assert sum(len(set(ids)) > 1 for ids in expected) >= 3
     arguments += ("--speculative-draft-model-path", str(drafter))
-    for worker, launcher, *more in WAYS if name in FIRST else WAYS[: len(CHOSEN_WORKERS)]:
+    for worker, launcher, *more in WAYS if name in CAPTURED else WAYS[: len(CHOSEN_WORKERS)]:
         file = logs / f"{log}-{worker}-{launcher}.log"
         states, variables = own_flags(name, worker)
         given = (*arguments, *more, *states)
@@ -97,6 +98,7 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
                 answers = server.generate_all(PROMPTS, concurrency, **TOKENS)
                 assert [answer["output_ids"] for answer in answers] == expected
                 assert accept_length(answers) > 1.2
+            assert launcher in LAUNCHER or ran(server)["in_rounds"] > 0
             server.check_idle()
         OUTCOMES.setdefault(name, {})[worker] = "equal"
 
@@ -230,7 +232,7 @@ def check_media(
         expected = [ask(plain, *request)[0] for request in asked]
     assert len(set(map(str, expected))) == len(asked), "what changes nothing tells nothing"
     given = (*arguments, "--speculative-draft-model-path", str(drafter), *PICTURED)
-    for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in UNCAPTURED else WAYS:
+    for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in LINEAR else WAYS:
         file, (states, variables) = (
             logs / f"{log}-{worker}-{launcher}.log",
             own_flags(name, worker),
@@ -239,7 +241,7 @@ def check_media(
         with running(
             file, *given, *more, worker=worker, launcher=(launcher,), **variables
         ) as server:
-            for concurrency in (1, len(asked)):
+            for concurrency in (1, 3, len(asked)):
                 with ThreadPoolExecutor(concurrency) as pool:
                     answers = list(pool.map(lambda request: ask(server, *request), asked))
                 assert [answer for answer, _ in answers] == expected
@@ -248,6 +250,7 @@ def check_media(
             # Of states, the prefix cache has those where prompts end, or buffered ones after 64 tokens.
             cached = [meta["cached_tokens"] for meta in told]
             assert (max if name in LINEAR else min)(cached) > 0 or BUFFERED[0] in states
+            assert launcher in LAUNCHER or ran(server)["in_rounds"] > 0
             check_refused_media(server, asked[0][1], video)
             server.check_idle()
         OUTCOMES.setdefault(name, {})[worker] = "equal"
