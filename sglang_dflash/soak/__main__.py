@@ -20,6 +20,7 @@ import psutil
 import requests
 from transformers import AutoTokenizer
 
+from sglang_dflash.errors import DFlashError, end_with_the_sentence
 from sglang_dflash.soak.client import Client, Wrong
 from sglang_dflash.soak.traffic import Mix, Traffic
 
@@ -134,11 +135,20 @@ def idle_troubles(client: Client) -> list[str]:
 
 
 def mix_for(url: str, prompts: Path, seed: int) -> Mix:
-    """Requests with the prompts of a file, for the model that a server serves."""
-    info = requests.get(f"{url}/get_model_info", timeout=30).json()
-    card = requests.get(f"{url}/v1/models", timeout=30).json()["data"][0]
+    """Requests with the prompts of a file, for the model that a server serves.
+
+    Raises:
+        DFlashError: there is no server, or no prompts.
+    """
+    questions = read_questions(prompts)
+    try:
+        info = requests.get(f"{url}/get_model_info", timeout=30).json()
+        card = requests.get(f"{url}/v1/models", timeout=30).json()["data"][0]
+    except requests.RequestException as error:
+        raise DFlashError(
+            f"{url} does not answer as an SGLang server ({error}): give the URL of one that runs."
+        ) from error
     tokenizer = AutoTokenizer.from_pretrained(info["model_path"])
-    questions = [json.loads(line)["question"] for line in prompts.open()][:200]
     ids = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
@@ -148,6 +158,27 @@ def mix_for(url: str, prompts: Path, seed: int) -> Mix:
         for question in questions
     ]
     return Mix(seed, ids, card["max_model_len"], len(tokenizer))
+
+
+def read_questions(path: Path) -> list[str]:
+    """The first 200 of a file.
+
+    Raises:
+        DFlashError: it cannot be read, or has something else.
+    """
+    try:
+        rows = [json.loads(line) for line in path.open()][:200]
+        questions = [row["question"] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        questions, reason = [], error
+    else:
+        reason = "it is empty"
+    if not questions:
+        raise DFlashError(
+            f"--prompts {path} has no questions ({reason}): give JSON lines with a question each, as "
+            "checkpoints/tiny/data/test.jsonl has them."
+        )
+    return questions
 
 
 def output_file(text: str) -> Path:
@@ -179,6 +210,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    end_with_the_sentence()
     options = parse(arguments)
     mix = mix_for(options.url, options.prompts, options.seed)
     report = soak(Client(options.url, options.plain), mix, options)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from sglang_dflash.soak.__main__ import Report, mix_for, parse, send, soak
+from sglang_dflash.errors import DFlashError
+from sglang_dflash.soak.__main__ import Report, mix_for, parse, read_questions, send, soak
 from sglang_dflash.soak.client import Client
 from sglang_dflash.soak.traffic import RAW, WRONG_FIELDS, WRONG_SAMPLING, Traffic
 from tests.server.harness import PAIR, Server
@@ -53,6 +55,31 @@ def test_a_wrong_answer_is_seen(dflash: Server, plain: Server) -> None:
     (key,) = client._known
     client._known[key] = client._known[key][:-1] + [5]
     assert send(client, traffic).startswith("wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        ("", "it is empty"),
+        ('"Tom has"\n', "string indices"),
+        ('{"prompt": "x"}\n', "'question'"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_no_questions(content: str | None, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(DFlashError, match=rf"^--prompts {file} has no questions \(.*{reason}"):
+        read_questions(file)
+
+
+def test_no_server() -> None:
+    with pytest.raises(
+        DFlashError, match="^http://127.0.0.1:9 does not answer as an SGLang server"
+    ):
+        mix_for("http://127.0.0.1:9", PROMPTS, 0)
 
 
 def test_slope() -> None:
