@@ -102,7 +102,8 @@ class Costs:
     Attributes:
         draft, whole, plain: by requests: the drafter's pass; verification of whole blocks, and what follows; the same
             of bonus tokens alone.
-        ragged, head: by rows: verification of so many, and the likeliest tokens after them.
+        ragged, head: by rows: verification of so many, and the likeliest tokens after them; both empty where all
+            requests have as many.
         context: by keys of all requests together.
     """
 

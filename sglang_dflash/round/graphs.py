@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention
@@ -26,13 +27,14 @@ from sglang_dflash.round.captured_models import (
     CapturedWindowedModel,
 )
 from sglang_dflash.round.capturing import capturing
-from sglang_dflash.round.costs import Staircase, milliseconds, orderly
+from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Estimate, Survival
+from sglang_dflash.serving.memory import pool_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +324,28 @@ class RoundGraphs:
             return accepted, None
         width = drafted.round.width
         return accepted, self.survival.learn(drafted.estimate, width, accepted.lengths)
+
+
+def costs_of_blocks(rounds: RoundGraphs, target: ModelRunner) -> tuple[Costs, bool]:
+    """What rounds take that verify all rows or draft nothing, and whether nobody else used the GPU meanwhile."""
+    times, quiet = rounds.times()
+    draft, whole = times[rounds.widths[-1]]
+    opened, rest = times[rounds.widths[0]]
+    plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
+    # The fewest rows take as long as it takes to read the weights.
+    weights = sum(p.numel() * p.itemsize for p in target.model.parameters())
+    pool = target.token_to_kv_pool
+    key_bytes = pool_bytes(pool) / (pool.size + pool.page_size)
+    nothing = Staircase((), ())
+    costs = Costs(
+        draft=draft,
+        whole=whole,
+        plain=Staircase(opened.sizes, plain),
+        ragged=nothing,
+        head=nothing,
+        context=key_bytes * plain[0] / weights,
+    )
+    return costs, quiet and all(map(orderly, zip(plain, whole.times, strict=True)))
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

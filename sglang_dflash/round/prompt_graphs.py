@@ -29,13 +29,13 @@ from sglang_dflash.round.captured_models import CapturedAdaptedPass, CapturedTar
 from sglang_dflash.round.capturing import capturing
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
-from sglang_dflash.round.graphs import RoundGraphs
+from sglang_dflash.round.graphs import RoundGraphs, costs_of_blocks
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prefill import wait_for_host
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
 from sglang_dflash.round.stages import Blocks
 from sglang_dflash.round.target import TargetRows
-from sglang_dflash.serving.memory import GIB, pool_bytes
+from sglang_dflash.serving.memory import GIB
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch
@@ -189,25 +189,9 @@ class PromptGraphs:
     def costs(self, rounds: RoundGraphs) -> tuple[Costs, bool]:
         """What rounds take that verify some rows or all, and whether nobody else used the GPU meanwhile."""
         quiet_passes = self.time_passes()
-        times, quiet = rounds.times()
+        costs, quiet = costs_of_blocks(rounds, self.runner)
         head, quiet_head = self._measure(self._choose)
-        draft, whole = times[rounds.widths[-1]]
-        opened, rest = times[rounds.widths[0]]
-        plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
-        in_order = all(map(orderly, zip(plain, whole.times, strict=True)))
-        # The fewest rows take as long as it takes to read the weights.
-        weights = sum(p.numel() * p.itemsize for p in self.runner.model.parameters())
-        pool = self.runner.token_to_kv_pool
-        key_bytes = pool_bytes(pool) / (pool.size + pool.page_size)
-        costs = Costs(
-            draft=draft,
-            whole=whole,
-            plain=Staircase(opened.sizes, plain),
-            ragged=self.passes,
-            head=head,
-            context=key_bytes * self.passes.times[0] / weights,
-        )
-        return costs, quiet and quiet_head and quiet_passes and in_order
+        return replace(costs, ragged=self.passes, head=head), quiet and quiet_head and quiet_passes
 
     def _key(self, size: int, longest: int) -> Key:
         short = Key(size, longest <= SHORT_TABLE)

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
@@ -93,14 +94,22 @@ class RoundRunner:
             if self.prompt_graphs is not None:
                 self.prompt_graphs.time_passes()
             return None
-        measure = partial(self.prompt_graphs.costs, self.graphs)
+        if self.prompt_graphs is None:
+            from sglang_dflash.round.graphs import costs_of_blocks
+
+            measure = partial(costs_of_blocks, self.graphs, self.parts.target.runner)
+        else:
+            measure = partial(self.prompt_graphs.costs, self.graphs)
         costs, quiet = remembered(self._name(), measure)
-        self.prompt_graphs.passes, self.disturbed = costs.ragged, not quiet
+        self.disturbed = not quiet
+        if self.prompt_graphs is not None:
+            self.prompt_graphs.passes = costs.ragged
         return costs
 
     def _name(self) -> str:
         """Of all that decides what rounds take."""
         graphs, target = self.graphs, self.parts.target.runner
+        passes = self.prompt_graphs.sizes if self.prompt_graphs else []
         models = (target.model, self.parts.draft.runner.model)
         weights = [sum(p.numel() * p.itemsize for p in model.parameters()) for model in models]
         return ", ".join(
@@ -109,7 +118,7 @@ class RoundRunner:
                 f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
                 f"attention {self.attention['target']} and {self.attention['drafter']}",
-                f"blocks of {graphs.widths[-1]}, requests {graphs.sizes}, rows {self.prompt_graphs.sizes}",
+                f"blocks of {graphs.widths[-1]}, requests {graphs.sizes}, rows {passes}",
                 f"sglang-dflash {_version()}, torch {torch.__version__}",
             )
         )
@@ -286,7 +295,10 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
     passes = sizes_of_prompts(server_args, attention.target, sizes[-1] * max(widths))
     survival, adapted_widths = None, widths
-    if server_args.speculative_dflash_verify == AUTO and passes:
+    # With deterministic inference, rounds of one row are not computed as blocks are.
+    linear = parts.target.runner.mambaish_config is not None
+    chosen = passes or (linear and not is_batch_invariant_mode_enabled())
+    if server_args.speculative_dflash_verify == AUTO and chosen:
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
         widths = [1, *widths]
     parts.draft.runner.model.tells_margins = survival is not None

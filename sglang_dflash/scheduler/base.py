@@ -119,8 +119,7 @@ class DFlashWorkerBase:
         elif args.speculative_dflash_verify == AUTO:
             logger.info(
                 "DFLASH verifies all rows, because no passes of the target are captured in which requests have "
-                "different numbers of them: that takes CUDA graphs, --piecewise-cuda-graph-max-tokens 64 or more, and "
-                "a target without linear attention or MLA."
+                "different numbers of them: that takes CUDA graphs and --piecewise-cuda-graph-max-tokens 64 or more."
             )
         return costs
 

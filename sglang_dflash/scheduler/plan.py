@@ -36,6 +36,8 @@ RANDOM_ROWS, RANDOM_WIDTHS = "SGLANG_DFLASH_RANDOM_ROWS", "SGLANG_DFLASH_RANDOM_
 _WORTH = 1.01
 # Rounds without drafts after which one drafts, to see whether it pays again: at first, and at most.
 _SOON, _LATE = 8, 64
+# And of rounds without drafts at least for each that one with drafts lasts as long as.
+_FOR_EACH = 33
 # Blocks from which is concluded what the next ones are worth: one alone may be a bad one.
 _ENOUGH = 64
 _SECONDS = 60.0  # after which the log says it again that nothing is drafted
@@ -106,12 +108,17 @@ class RandomWidths(WholeBlocks):
 class RandomRows(WholeBlocks):
     """Rounds of random numbers of rows; all ranks draw the same."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, ragged: bool):
+        """
+        Args:
+            ragged: whether requests of a round may have different numbers.
+        """
         super().__init__(width)
         self._width, self._random = width, random.Random(0)
+        self._reasons = (WHOLE, RAGGED, RAGGED, PLAIN) if ragged else (WHOLE, PLAIN)
 
     def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
-        reason = self._random.choice((WHOLE, RAGGED, RAGGED, PLAIN))
+        reason = self._random.choice(self._reasons)
         if reason == PLAIN:
             return Plan(1, reason=PLAIN)
         if reason == WHOLE:
@@ -175,12 +182,15 @@ class BestRows(WholeBlocks):
         self._without += 1
         if self._without < self._patience:
             return plan
-        self._without, self._patience = 0, min(2 * self._patience, _LATE)
         self._seen.clear()  # what this one finds counts, not what was before
-        tries = [p for p in self._choices_of(requests, prompt_rows).plans if p.width > 1]
-        few = [p for p in tries if p.rows(requests) >= 2 * requests] or tries
-        least = min(few, key=lambda p: p.rows(requests), default=plan)
-        return Plan(least.width, least.total, PROBE)
+        choices = self._choices_of(requests, prompt_rows)
+        tries = [i for i, p in enumerate(choices.plans) if p.width > 1]
+        few = [i for i in tries if choices.rows[i] >= 2 * requests] or tries
+        least = min(few, key=lambda i: choices.rows[i], default=choices.plans.index(plan))
+        longer = choices.times[least] / choices.times[choices.plans.index(plan)]
+        late = max(_LATE, math.ceil(_FOR_EACH * longer))
+        self._without, self._patience = 0, min(2 * self._patience, late)
+        return Plan(choices.plans[least].width, choices.plans[least].total, PROBE)
 
     def _say(self, requests: int) -> None:
         now = time.monotonic()
@@ -192,7 +202,8 @@ class BestRows(WholeBlocks):
 
     def _choices_of(self, requests: int, prompt_rows: int) -> _Choices:
         """All that a round can be, whole blocks first if they fit beside the prompts."""
-        at = requests, prompt_rows
+        # Where there are no passes for both, prompts run by themselves.
+        at = requests, prompt_rows if self._costs.ragged.sizes else 0
         if at not in self._choices:
             if len(self._choices) > 10_000:
                 self._choices.clear()
@@ -245,4 +256,6 @@ def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:
         return RandomWidths(widths)
     if costs is None:
         return WholeBlocks(widths[0])
-    return RandomRows(width) if os.environ.get(RANDOM_ROWS) else BestRows(width, costs)
+    if os.environ.get(RANDOM_ROWS):
+        return RandomRows(width, ragged=bool(costs.ragged.sizes))
+    return BestRows(width, costs)

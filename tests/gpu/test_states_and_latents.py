@@ -35,6 +35,7 @@ WAYS = {
     "pages": ("--page-size", "64"),
     "triton": ("--speculative-dflash-attention", "triton"),
     "backend": ("--speculative-dflash-attention", "backend"),
+    "random rows": ("--speculative-dflash-verify", "auto"),
 }
 # Logits of these targets are of 16 to 32, where bfloat16 has steps of an eighth.
 TIE = 0.5
@@ -76,10 +77,11 @@ def test_equal(
     name, folder, plain, expected = pair
     if name == "DeepSeek-V3" and way == "triton":
         pytest.skip("Triton's attention of blocks reads no latents")
-    log = logs / f"{name}-{worker}-{way}.log"
+    log = logs / f"{name}-{worker}-{way.replace(' ', '-')}.log"
     given = ("--model-path", str(folder), "--skip-tokenizer-init")
     given += ("--speculative-draft-model-path", str(drafter), *WAYS[way])
-    with running(log, *given, worker=worker, **ONCE_IDLE) as server:
+    random_rows = {"SGLANG_DFLASH_RANDOM_ROWS": "1"} if way == "random rows" else {}
+    with running(log, *given, worker=worker, **ONCE_IDLE, **random_rows) as server:
         assert ("without CUDA graphs" in log.read_text()) == (way == "backend")
         for concurrency in (1, len(PROMPTS), 3):
             answers = server.generate_all(PROMPTS, concurrency, **TOKENS)

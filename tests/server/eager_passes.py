@@ -222,6 +222,8 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         parts.draft.runner.model.tells_margins = True
         widths = [1, *widths]
     rounds = EagerRounds(parts, widths, survival)
+    if parts.target.runner.mambaish_config is not None:
+        return RoundRunner(parts, rounds)
     most = server_args.piecewise_cuda_graph_max_tokens
     passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))
     if parts.adapters is not None:

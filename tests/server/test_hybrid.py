@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.checks import accept_length
+from tests.server.checks import accept_length, counted
 from tests.server.harness import (
     CHOSEN_WORKERS,
     DEVICE,
@@ -178,3 +178,17 @@ def test_without_prefix_cache(start, longer, worker: str) -> None:
             abort_all(server)
         check(server, longer[: len(PROMPTS)], len(PROMPTS))
         server.check_idle()
+
+
+@pytest.mark.parametrize("worker", [CHOSEN_WORKERS[-1], *in_long(*CHOSEN_WORKERS[:-1])])
+def test_whole_blocks_or_none(worker: str, start, longer) -> None:
+    """Rounds that draft nothing, where drafts do not pay, and that draft again; as graphs run them."""
+    given = (*STRATEGIES[worker], "--enable-metrics")
+    passes = {"launcher": ("tests.server.eager_passes",), "SGLANG_DFLASH_RANDOM_ROWS": "1"}
+    with start("whole-or-none", *given, worker=worker, **passes) as server:
+        check(server, longer[: len(PROMPTS)], 1)
+        check(server, longer, 8)
+        seen = counted(server)
+        server.check_idle()
+    assert seen["planned_rounds_total", "plain"] > 20 and seen["planned_rounds_total", "whole"] > 20
+    assert not seen["fallbacks_total", "no_graph"]

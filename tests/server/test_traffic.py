@@ -33,7 +33,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def alone(logs: Path, prompts: list[str]) -> list[dict]:
     """Answers of a server on which no prompt goes into a round."""
-    off = ("--disable-piecewise-cuda-graph",)
+    off = ("--speculative-dflash-prompt-slowdown", "0")
     with running(logs / "traffic-alone.log", *ARGUMENTS, *off, worker=CHOSEN_WORKERS[-1]) as server:
         return server.generate_all(prompts[:CHAT], concurrency=8)
 

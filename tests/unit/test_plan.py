@@ -119,6 +119,34 @@ def test_probes() -> None:
     assert again[0] == PLAIN and PROBE in again
 
 
+def whole_or_plain(per_row: float) -> BestRows:
+    """Where all requests of a round have as many rows, as with linear attention."""
+    return BestRows(WIDTH, costs(per_row, sizes=[]))
+
+
+def test_whole_or_plain() -> None:
+    """Whichever is faster; prompts run by themselves and change nothing."""
+    plans = whole_or_plain(0.1)
+    assert plans.next(64).reason == WHOLE
+    plans.note(chances(0.5))
+    for requests, reason in ((1, WHOLE), (8, PLAIN), (64, PLAIN)):
+        assert plans.plan(requests).reason == reason
+        assert plans.plan(requests, prompt_rows=500) == plans.plan(requests)
+    plans.note(chances(0.99))
+    assert plans.plan(64, prompt_rows=2000).reason == WHOLE
+
+
+def test_dear_probes_are_rare() -> None:
+    """Rounds that only look whether drafts pay take about 3% of the time at last."""
+    plans = whole_or_plain(0.5)
+    plans.note(chances(0.0))
+    made = [plans.next(128) for _ in range(3000)]
+    at = [i for i, plan in enumerate(made) if plan.reason == PROBE]
+    assert all(made[i].width == WIDTH and made[i].total is None for i in at)
+    longer = (0.5 + 5 + 0.5 * 128 * WIDTH) / (5 + 0.5 * 128)
+    assert at[-1] - at[-2] == pytest.approx(33 * longer, abs=1)
+
+
 def test_whole_blocks_are_left_for_something_better_only() -> None:
     plans = BestRows(WIDTH, costs(1e-5))
     plans.note(chances(0.9))
