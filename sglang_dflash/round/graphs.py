@@ -326,8 +326,14 @@ class RoundGraphs:
         return accepted, self.survival.learn(drafted.estimate, width, accepted.lengths)
 
 
-def costs_of_blocks(rounds: RoundGraphs, target: ModelRunner) -> tuple[Costs, bool]:
-    """What rounds take that verify all rows or draft nothing, and whether nobody else used the GPU meanwhile."""
+def costs_of_blocks(
+    rounds: RoundGraphs, target: ModelRunner, least: float | None = None
+) -> tuple[Costs, bool]:
+    """What rounds take that verify all rows or draft nothing, and whether nobody else used the GPU meanwhile.
+
+    Args:
+        least: milliseconds of a pass of the target over the fewest rows; None for those of a round that drafts nothing.
+    """
     times, quiet = rounds.times()
     draft, whole = times[rounds.widths[-1]]
     opened, rest = times[rounds.widths[0]]
@@ -343,7 +349,7 @@ def costs_of_blocks(rounds: RoundGraphs, target: ModelRunner) -> tuple[Costs, bo
         plain=Staircase(opened.sizes, plain),
         ragged=nothing,
         head=nothing,
-        context=key_bytes * plain[0] / weights,
+        context=key_bytes * (plain[0] if least is None else least) / weights,
     )
     return costs, quiet and all(map(orderly, zip(plain, whole.times, strict=True)))
 

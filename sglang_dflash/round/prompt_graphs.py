@@ -189,7 +189,7 @@ class PromptGraphs:
     def costs(self, rounds: RoundGraphs) -> tuple[Costs, bool]:
         """What rounds take that verify some rows or all, and whether nobody else used the GPU meanwhile."""
         quiet_passes = self.time_passes()
-        costs, quiet = costs_of_blocks(rounds, self.runner)
+        costs, quiet = costs_of_blocks(rounds, self.runner, self.passes.times[0])
         head, quiet_head = self._measure(self._choose)
         return replace(costs, ragged=self.passes, head=head), quiet and quiet_head and quiet_passes
 

@@ -36,7 +36,7 @@ RANDOM_ROWS, RANDOM_WIDTHS = "SGLANG_DFLASH_RANDOM_ROWS", "SGLANG_DFLASH_RANDOM_
 _WORTH = 1.01
 # Rounds without drafts after which one drafts, to see whether it pays again: at first, and at most.
 _SOON, _LATE = 8, 64
-# And of rounds without drafts at least for each that one with drafts lasts as long as.
+# Where whole blocks are all that can be tried: at most, for each round without drafts that such a one lasts as long as.
 _FOR_EACH = 33
 # Blocks from which is concluded what the next ones are worth: one alone may be a bad one.
 _ENOUGH = 64
@@ -188,7 +188,7 @@ class BestRows(WholeBlocks):
         few = [i for i in tries if choices.rows[i] >= 2 * requests] or tries
         least = min(few, key=lambda i: choices.rows[i], default=choices.plans.index(plan))
         longer = choices.times[least] / choices.times[choices.plans.index(plan)]
-        late = max(_LATE, math.ceil(_FOR_EACH * longer))
+        late = _LATE if self._costs.ragged.sizes else max(_LATE, math.ceil(_FOR_EACH * longer))
         self._without, self._patience = 0, min(2 * self._patience, late)
         return Plan(choices.plans[least].width, choices.plans[least].total, PROBE)
 
