@@ -13,6 +13,7 @@ from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -25,8 +26,8 @@ LATENT, ROTATED = 512, 64  # elements of both parts of a key for which FA3 has a
 class Fa3LatentAttention(Fa3BlockAttention):
     """Reads latents of the dtype of the model."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *given: Any, **named: Any):
+        super().__init__(*given, **named)
         # All heads share a key, so a request occupies few multiprocessors however short it is.
         self.num_splits = 1 if is_batch_invariant_mode_enabled() else 0
 
@@ -89,17 +90,5 @@ class Fa3LatentAttention(Fa3BlockAttention):
         return made.view(-1, heads * LATENT)
 
 
-class Fa3LatentSideBySide(Fa3LatentAttention):
-    """Over rows of requests that have different numbers of them; see `Fa3SideBySide`."""
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        cache_lengths: torch.Tensor,
-        page_table: torch.Tensor,
-        ends: torch.Tensor,
-        rows: int,
-    ):
-        super().__init__(runner, cache_lengths, page_table, rows, True, True)
-        self.ends = self.cu_seqlens_q = ends
-        self.num_splits = 1
+class Fa3LatentSideBySide(Fa3SideBySide, Fa3LatentAttention):
+    """Over rows of requests that have different numbers of them."""

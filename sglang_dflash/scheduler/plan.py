@@ -186,8 +186,9 @@ class BestRows(WholeBlocks):
         choices = self._choices_of(requests, prompt_rows)
         tries = [i for i, p in enumerate(choices.plans) if p.width > 1]
         few = [i for i in tries if choices.rows[i] >= 2 * requests] or tries
-        least = min(few, key=lambda i: choices.rows[i], default=choices.plans.index(plan))
-        longer = choices.times[least] / choices.times[choices.plans.index(plan)]
+        plain = choices.plans.index(plan)
+        least = min(few, key=lambda i: choices.rows[i], default=plain)
+        longer = choices.times[least] / choices.times[plain]
         late = _LATE if self._costs.ragged.sizes else max(_LATE, math.ceil(_FOR_EACH * longer))
         self._without, self._patience = 0, min(2 * self._patience, late)
         return Plan(choices.plans[least].width, choices.plans[least].total, PROBE)

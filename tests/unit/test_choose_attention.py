@@ -16,6 +16,7 @@ from sglang_dflash.gpu.choose_attention import (
     why_not_fa3,
 )
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+from sglang_dflash.gpu.fa3_latents import Fa3LatentAttention
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from tests.unit.test_arguments import arguments
 
@@ -78,6 +79,18 @@ def test_side_by_side(asked: str) -> None:
     ends, runner = torch.zeros(4, dtype=torch.int32), SimpleNamespace(token_to_kv_pool=None)
     attention = SIDE_BY_SIDE[chosen](runner, lengths, table, ends, 16)
     assert attention.ends is ends  # as LoRA layers read it, too
+
+
+def test_latents_side_by_side() -> None:
+    """All that rows side by side want, over what MLA keeps."""
+    made = SIDE_BY_SIDE[Fa3LatentAttention]
+    assert made.forward is Fa3LatentAttention.forward
+    assert made.prepare is Fa3LatentAttention.prepare
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
+    ends, runner = torch.zeros(4, dtype=torch.int32), SimpleNamespace(token_to_kv_pool=None)
+    attention = made(runner, lengths, table, ends, 16)
+    assert attention.ends is ends and attention.cu_seqlens_q is ends
+    assert (attention.width, attention.num_splits, attention.causal) == (16, 1, True)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
