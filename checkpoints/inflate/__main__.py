@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from benchmark.options import number
 from benchmark.shapes import SHAPES, TINY, plain_shapes
 from checkpoints.inflate.pair import inflate
 from sglang_dflash.errors import DFlashError
@@ -26,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # more wait for each other over pieces of few megabytes
     drafters = args.drafter or [TINY / "drafter"]
     try:
-        lines = inflate(SHAPES[args.shape], args.shape, args.target, drafters, args.out, args.seed)
+        lines = inflate(
+            *(SHAPES[args.shape], args.shape, args.target, drafters, args.out, args.seed),
+            noises=list(dict.fromkeys(args.noise or [0.0])),
+        )
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -59,7 +63,15 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="small drafter; may be given several times, and each gets a folder of its name; default: the bundled one",
     )
-    add("--seed", type=int, default=0, help="of the random weights; default: 0")
+    add(
+        "--noise",
+        type=number(0, 100),
+        metavar="X",
+        action="append",
+        help="of the drafters' weights, which are multiplied by 1 + X × normal numbers: such a drafter is right less "
+        "often. May be given several times, and each gets a folder DRAFTER-noise-X; default: 0, which is none",
+    )
+    add("--seed", type=int, default=0, help="of the random weights, and of noise; default: 0")
     return parser
 
 

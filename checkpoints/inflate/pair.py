@@ -25,13 +25,20 @@ COMPANIONS = (
 
 
 def inflate(
-    shape: Shape, name: str, target: Path, drafters: Sequence[Path], out: Path, seed: int = 0
+    shape: Shape,
+    name: str,
+    target: Path,
+    drafters: Sequence[Path],
+    out: Path,
+    seed: int = 0,
+    noises: Sequence[float] = (0.0,),
 ) -> list[str]:
     """Writes `out`/target and a folder for each drafter, of the drafter's name.
 
     Args:
         name: of the shape, for sentences.
         target, drafters: folders of the small pair.
+        noises: of weights; each drafter is written with each of them.
 
     Returns:
         Lines that say what was written.
@@ -40,7 +47,8 @@ def inflate(
         DFlashError: the pair cannot be read or does not fit the shape, or there is no room for it.
     """
     small = read_target(target)
-    small_drafters = [read_drafter(folder, small) for folder in drafters]
+    read = [read_drafter(folder, small) for folder in drafters]
+    small_drafters = [each.with_noise(noise, seed) for each in read for noise in noises]
     large, large_draft = target_config(shape), drafter_config(shape)
     if small.raw["model_type"] != large["model_type"].removesuffix("_moe"):
         raise DFlashError(
@@ -53,8 +61,8 @@ def inflate(
     check_fit(f"--target {target}", small.size, name, size)
     for each, draft_size in zip(small_drafters, draft_sizes, strict=True):
         check_fit(f"--drafter {each.folder}", each.size, name, draft_size)
-    read = {layer for each in small_drafters for layer in each.config.target_layer_ids}
-    places = place(small.size.layers, read, size.layers, taps, name)
+    tapped = {layer for each in small_drafters for layer in each.config.target_layer_ids}
+    places = place(small.size.layers, tapped, size.layers, taps, name)
     _check_room(out, size.parameters() + sum(s.parameters(len(taps)) for s in draft_sizes))
     folders = _folders(out, small_drafters)
 
@@ -143,7 +151,7 @@ def _draft_fields(small: SmallDrafter, taps: Sequence[int]) -> dict[str, Any]:
 
 def _folders(out: Path, drafters: Sequence[SmallDrafter]) -> list[Path]:
     """Folders of target and drafters, made."""
-    names = ["target", *(each.folder.resolve().name for each in drafters)]
+    names = ["target", *(each.name for each in drafters)]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise DFlashError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,9 +51,26 @@ class Small:
 
 @dataclass(frozen=True)
 class SmallDrafter(Small):
-    """A drafter; `config` has its block, mask token and taps."""
+    """A drafter; `config` has its block, mask token and taps, and `noise` is that of its weights."""
 
     config: DraftConfig
+    noise: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of its folder, and with noise of that, too."""
+        name = self.folder.resolve().name
+        return f"{name}-noise-{self.noise:g}" if self.noise else name
+
+    def with_noise(self, noise: float, seed: int) -> SmallDrafter:
+        """One that is right less often: each weight is multiplied by 1 + noise × a normal number; norms stay."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = dict(self.weights)
+        for name, weight in sorted(weights.items()) if noise else ():
+            if weight.dim() > 1:
+                factor = 1 + noise * torch.randn(weight.shape, generator=generator)
+                weights[name] = (weight.float() * factor).to(weight.dtype)
+        return replace(self, weights=weights, noise=noise)
 
 
 def read_target(folder: Path) -> Small:

@@ -270,6 +270,33 @@ def test_several_drafters(
         assert by_tap == [tap in used for tap in (1, 3, 5, 6)]
 
 
+def test_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters that are wrong here and there, beside the one that is not; norms stay, and all else is in its place."""
+    monkeypatch.setitem(SHAPES, "small", shape(DENSE))
+    given = ["--noise", "0", "--noise", "0.5", "--noise", "0.1"]
+    assert main(["--shape", "small", "--out", str(tmp_path / "out"), *given]) == 0
+    weights = {
+        folder.name: {
+            name: weight
+            for file in folder.glob("*.safetensors")
+            for name, weight in load_file(file).items()
+        }
+        for folder in (tmp_path / "out").glob("drafter*")
+    }
+    assert weights.keys() == {"drafter", "drafter-noise-0.5", "drafter-noise-0.1"}
+    right, name = weights["drafter"], "layers.0.mlp.gate_proj.weight"
+    assert all(each.keys() == right.keys() for each in weights.values())
+    for noise in (0.1, 0.5):
+        noisy = weights[f"drafter-noise-{noise}"]
+        assert torch.equal(noisy["norm.weight"][:256], right["norm.weight"][:256])
+        # The small one's corner; the rest is random anyway.
+        small, large = noisy[name][:768, :256].float(), right[name][:768, :256].float()
+        there = large != 0
+        assert torch.std(small[there] / large[there] - 1) == pytest.approx(noise, rel=0.05)
+        zero = right["fc.weight"] == 0
+        assert not noisy["fc.weight"][zero].any()
+
+
 @pytest.mark.parametrize("name", plain_shapes())
 def test_shapes(name: str) -> None:
     """The bundled pair, or a Llama of its sizes, fits each shape, and no weight is rounded."""
