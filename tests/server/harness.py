@@ -7,12 +7,14 @@ choose what the tests run on.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import random
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import requests
@@ -135,18 +137,30 @@ def _launcher() -> Launcher:
     return Launcher(_shared, environment())
 
 
+_chosen: list[IO[str]] = []  # locks of ports
+
+
 def starter(by_itself: bool) -> Callable[..., Process]:
     """How a server is started: as a command, or on a CPU by a process that has its modules already."""
     return start if by_itself or DEVICE != "cpu" else _launcher().fork
 
 
 def free_port() -> int:
-    """Below those that the system gives to clients, one of which could take it before the server does."""
+    """Below those that the system gives to clients, one of which could take it before the server does.
+
+    A server listens seconds after its port was chosen: until this process ends, no other run of the tests chooses it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"sglang-dflash-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
+        mark = (folder / str(port)).open("w")
         with socket.socket() as probe, suppress(OSError):
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             probe.bind(("127.0.0.1", port))
+            _chosen.append(mark)
             return port
+        mark.close()
 
 
 class Answers:

@@ -15,7 +15,7 @@ from tests.unit.decoders import write_drafter, write_target
 from tests.unit.sliding import DRAFTER_ON_GPUS
 
 # Heads that a GPU's kernels know, and at what distance two tokens are alike there, where logits are of 16 to 32.
-ON_GPUS = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+ON_GPUS = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 SIZES, DRAFTER_SIZES = (ON_GPUS, DRAFTER_ON_GPUS) if DEVICE == "cuda" else ({}, {})
 TIE = 0.5
 
