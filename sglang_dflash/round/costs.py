@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from sglang.srt.distributed import get_tp_group
 from sglang_dflash.gpu.tilings import cache_folder
 
 logger = logging.getLogger(__name__)
+
+# Of `Costs`, what JSON can hold.
+Told = dict[str, float | dict[int, float] | dict[int, dict[int, float]]]
 
 _TIMES = 3  # of which the shortest counts
 _QUIET = 1.25  # times of one thing, the longest over the shortest, where nobody else uses the GPU
@@ -77,6 +80,16 @@ class Staircase:
         steps = zip(self.sizes, self.times, strict=True)
         return ", ".join(f"{size}: {time:.2f}" for size, time in steps) + " ms"
 
+    def as_dict(self) -> dict[int, float]:
+        """To a microsecond."""
+        steps = zip(self.sizes, self.times, strict=True)
+        return {size: round(time, 3) for size, time in steps}
+
+    @classmethod
+    def from_dict(cls, found: dict[int, float]) -> Staircase:
+        """What `as_dict` gave."""
+        return cls(list(found), list(found.values()))
+
     def at(self, size: int) -> float:
         """Milliseconds; beyond the largest in proportion."""
         if size > self.sizes[-1]:
@@ -105,6 +118,7 @@ class Costs:
         ragged, head: by rows: verification of so many, and the likeliest tokens after them; both empty where all
             requests have as many.
         context: by keys of all requests together.
+        narrow: `draft` of narrower blocks, by their width, the widest first; from so many requests on as it has.
     """
 
     draft: Staircase
@@ -113,27 +127,24 @@ class Costs:
     ragged: Staircase
     head: Staircase
     context: float
+    narrow: Mapping[int, Staircase] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, dict[int, float] | float]:
+    def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
-        found: dict[str, dict[int, float] | float] = {}
-        for field in fields(self)[:-1]:
-            table = getattr(self, field.name)
-            steps = zip(table.sizes, table.times, strict=True)
-            found[field.name] = {size: round(time, 3) for size, time in steps}
-        return found | {"context": round(self.context, 9)}
+        found: Told = {name: getattr(self, name).as_dict() for name in _TABLES}
+        narrow = {width: stairs.as_dict() for width, stairs in self.narrow.items()}
+        return found | {"context": round(self.context, 9), "narrow": narrow}
 
     @classmethod
-    def from_dict(cls, found: dict[str, dict[int, float] | float]) -> Costs:
+    def from_dict(cls, found: Told) -> Costs:
         """What `as_dict` gave."""
-        tables = {
-            field.name: Staircase(list(found[field.name]), list(found[field.name].values()))
-            for field in fields(cls)[:-1]
-        }
-        return cls(**tables, context=found["context"])
+        tables = {name: Staircase.from_dict(found[name]) for name in _TABLES}
+        narrow = {width: Staircase.from_dict(each) for width, each in found["narrow"].items()}
+        return cls(**tables, context=found["context"], narrow=narrow)
 
 
-_FILE = TypeAdapter(dict[str, dict[str, dict[int, float] | float]])
+_TABLES = ("draft", "whole", "plain", "ragged", "head")
+_FILE = TypeAdapter(dict[str, Told])
 
 
 def remembered(name: str, measure: Callable[[], tuple[Costs, bool]]) -> tuple[Costs, bool]:
@@ -164,12 +175,12 @@ def remembered(name: str, measure: Callable[[], tuple[Costs, bool]]) -> tuple[Co
     return costs, quiet
 
 
-def _read(file: Path) -> dict[str, dict[str, dict[int, float] | float]]:
+def _read(file: Path) -> dict[str, Told]:
     try:
         found = _FILE.validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return {}
-    names = {field.name for field in fields(Costs)}
+    names = {each.name for each in fields(Costs)}
     return {name: costs for name, costs in found.items() if costs.keys() == names}
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
-from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention
@@ -27,16 +26,17 @@ from sglang_dflash.round.captured_models import (
     CapturedWindowedModel,
 )
 from sglang_dflash.round.capturing import capturing
-from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
+from sglang_dflash.round.costs import Staircase, milliseconds, orderly
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Estimate, Survival
-from sglang_dflash.serving.memory import pool_bytes
 
 logger = logging.getLogger(__name__)
+
+_CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
 
 
 class Key(NamedTuple):
@@ -68,23 +68,32 @@ class Proposed:
 
 
 @dataclass(frozen=True)
-class Captured:
-    """Graphs of a key, and what they write, which the next round overwrites.
+class CapturedDrafts:
+    """The first stage of a round, and what it writes, which the next round overwrites.
 
     Attributes:
-        propose, verify, greedy: the parts of a round, the last without draws.
-        told: what `Survival.learn` gives in the last; None if nobody asks.
         read: models whose tensors the graphs read.
     """
 
+    read: tuple[CapturedModel, CapturedModel]
     propose: torch.cuda.CUDAGraph
     drafted: Proposed
+
+
+@dataclass(frozen=True)
+class Captured(CapturedDrafts):
+    """All stages of a round, likewise.
+
+    Attributes:
+        verify, greedy: the other parts of a round, the last without draws.
+        told: what `Survival.learn` gives in the last; None if nobody asks.
+    """
+
     verify: torch.cuda.CUDAGraph
     blocks: Blocks
     greedy: torch.cuda.CUDAGraph
     accepted: Accepted
     told: torch.Tensor | None
-    read: tuple[CapturedModel, CapturedModel]
 
     def replay_rest(self) -> None:
         """All that follows the first stage, without draws."""
@@ -113,13 +122,17 @@ class RoundGraphs:
         sizes: Iterable[int],
         widths: Iterable[int],
         survival: Survival | None = None,
+        narrow: Iterable[int] = (),
     ):
         """
         Args:
             survival: what says how likely drafts are to be accepted; None if nobody asks.
+            narrow: widths of blocks that are drafted, too, where they are drafted faster. Of those `PromptGraphs`
+                verifies what pays.
         """
         self.parts, self.attention, self.survival = parts, attention, survival
         self.sizes, self.widths = sorted(sizes), sorted(widths)
+        self.narrow = sorted(narrow, reverse=True)
         self.page_size = parts.target.runner.page_size
         device, largest = parts.req_to_token.device, self.sizes[-1]
         # Their addresses are baked into the graphs.
@@ -131,10 +144,13 @@ class RoundGraphs:
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
-        self._graphs: dict[Key, Captured] = {}
+        self._graphs: dict[Key, Captured | CapturedDrafts] = {}
         self.body = fuse_models(parts, *attention, largest, self.widths[-1])
         self.pool = torch.cuda.graph_pool_handle()
-        self._capture_all("rounds", self._keys())
+        self._capture_all("rounds", self._keys(self.sizes, self.widths), self._capture)
+        narrow = [key for w in self.narrow for key in self._keys(self._dear_sizes(w), [w])]
+        if narrow := [key for key in narrow if key not in self._graphs]:
+            self._capture_all("drafts of narrower blocks", narrow, self._capture_drafts)
 
     def key(self, start_bounds: torch.Tensor, width: int, adapted: bool = False) -> Key | None:
         """The graph for a round ([bs] int64 on the host), or None if none was captured for it.
@@ -143,7 +159,7 @@ class RoundGraphs:
             adapted: whether requests have LoRA adapters.
         """
         batch_size = len(start_bounds)
-        if batch_size > self.sizes[-1] or width not in self.widths:
+        if batch_size > self.sizes[-1]:
             return None
         key = self._key(batch_size, int(start_bounds.max()) + width, width)
         key = key._replace(adapted=adapted)
@@ -199,11 +215,26 @@ class RoundGraphs:
             quiet = quiet and times.quiet and all(map(orderly, found))
         return measured, quiet
 
-    def _keys(self) -> list[Key]:
+    def narrow_times(self) -> tuple[dict[int, Staircase], bool]:
+        """What the first stage takes of narrower blocks, by width and requests, and whether it was quiet."""
+        found, quiet = {}, True
+        for width in self.narrow:
+            if sizes := self._dear_sizes(width):
+                graphs = [self._graphs[self._key(size, 0, width)] for size in sizes]
+                times = milliseconds([each.propose.replay for each in graphs])
+                found[width] = Staircase(sizes, times.shortest)
+                quiet = quiet and times.quiet and orderly(times.shortest)
+        return found, quiet
+
+    def _dear_sizes(self, width: int) -> list[int]:
+        """Batches of which blocks are drafted faster than those of twice the width."""
+        return [size for size in self.sizes if size * 2 * width > _CHEAP_ROWS]
+
+    def _keys(self, sizes: Sequence[int], widths: Iterable[int]) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
         keys = []
-        for bucket in reversed(self.sizes):
-            for width in reversed(self.widths):
+        for bucket in reversed(sizes):
+            for width in sorted(widths, reverse=True):
                 keys.append(Key(bucket, width, False))
                 if SHORT_CONTEXT < self.parts.context_len and self._short_contexts_gain(bucket):
                     keys.append(Key(bucket, width, True))
@@ -222,26 +253,42 @@ class RoundGraphs:
         Args:
             widths: that these may have.
         """
-        keys = [key._replace(adapted=True) for key in self._keys() if key.width in widths]
-        self._capture_all("rounds with LoRA adapters", keys)
+        keys = [key._replace(adapted=True) for key in self._keys(self.sizes, widths)]
+        self._capture_all("rounds with LoRA adapters", keys, self._capture)
 
-    def _capture_all(self, what: str, keys: list[Key]) -> None:
+    def _capture_all(
+        self,
+        what: str,
+        keys: list[Key],
+        capture: Callable[[Key, torch.cuda.Stream], CapturedDrafts],
+    ) -> None:
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         with freeze_gc(False), model_capture_mode(), graph_capture() as context:
             for key in keys:
-                self._graphs[key] = self._capture(key, self.pool, context.stream)
+                self._graphs[key] = capture(key, context.stream)
         self.rows.fill_(self.parts.state.padding_row)
         logger.info(
             "DFLASH captured %d graphs of %s (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
             len(keys),
             what,
-            self.sizes,
+            sorted({key.bucket for key in keys}),
             sorted({key.width for key in keys}),
             time.perf_counter() - begin,
             (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
         )
 
-    def _capture(self, key: Key, pool: Any, stream: torch.cuda.Stream) -> Captured:
+    def _capture_drafts(self, key: Key, stream: torch.cuda.Stream) -> CapturedDrafts:
+        read = self._models(key)
+        for _ in range(2):  # as below
+            torch.cuda.synchronize()
+            self._propose(key, read)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, self.pool, stream):
+            drafted = self._propose(key, read)
+        return CapturedDrafts(read, graph, drafted)
+
+    def _capture(self, key: Key, stream: torch.cuda.Stream) -> Captured:
         read = self._models(key)
         for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
             torch.cuda.synchronize()
@@ -249,13 +296,13 @@ class RoundGraphs:
             self._accept(drafted, self._verify(drafted, read))
         torch.cuda.synchronize()
         first, second, greedy = (torch.cuda.CUDAGraph() for _ in range(3))
-        with capturing(first, pool, stream):
+        with capturing(first, self.pool, stream):
             drafted = self._propose(key, read)
-        with capturing(second, pool, stream):
+        with capturing(second, self.pool, stream):
             blocks = self._verify(drafted, read)
-        with capturing(greedy, pool, stream):
+        with capturing(greedy, self.pool, stream):
             accepted, told = self._accept(drafted, blocks)
-        return Captured(first, drafted, second, blocks, greedy, accepted, told, read)
+        return Captured(read, first, drafted, second, blocks, greedy, accepted, told)
 
     def _models(self, key: Key) -> tuple[CapturedModel, CapturedModel]:
         keys = SHORT_CONTEXT if key.short else self.page_table.shape[1] * self.page_size
@@ -324,34 +371,6 @@ class RoundGraphs:
             return accepted, None
         width = drafted.round.width
         return accepted, self.survival.learn(drafted.estimate, width, accepted.lengths)
-
-
-def costs_of_blocks(
-    rounds: RoundGraphs, target: ModelRunner, least: float | None = None
-) -> tuple[Costs, bool]:
-    """What rounds take that verify all rows or draft nothing, and whether nobody else used the GPU meanwhile.
-
-    Args:
-        least: milliseconds of a pass of the target over the fewest rows; None for those of a round that drafts nothing.
-    """
-    times, quiet = rounds.times()
-    draft, whole = times[rounds.widths[-1]]
-    opened, rest = times[rounds.widths[0]]
-    plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
-    # The fewest rows take as long as it takes to read the weights.
-    weights = sum(p.numel() * p.itemsize for p in target.model.parameters())
-    pool = target.token_to_kv_pool
-    key_bytes = pool_bytes(pool) / (pool.size + pool.page_size)
-    nothing = Staircase((), ())
-    costs = Costs(
-        draft=draft,
-        whole=whole,
-        plain=Staircase(opened.sizes, plain),
-        ragged=nothing,
-        head=nothing,
-        context=key_bytes * (plain[0] if least is None else least) / weights,
-    )
-    return costs, quiet and all(map(orderly, zip(plain, whole.times, strict=True)))
 
 
 def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:

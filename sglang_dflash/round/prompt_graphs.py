@@ -25,11 +25,12 @@ from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
+from sglang_dflash.round.block_costs import costs_of_blocks
 from sglang_dflash.round.captured_models import CapturedAdaptedPass, CapturedTarget
 from sglang_dflash.round.capturing import capturing
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
-from sglang_dflash.round.graphs import RoundGraphs, costs_of_blocks
+from sglang_dflash.round.graphs import RoundGraphs
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prefill import wait_for_host
 from sglang_dflash.round.side_by_side import Drafted, SideBySide

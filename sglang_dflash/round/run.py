@@ -18,6 +18,7 @@ from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
+from sglang_dflash.round.block_costs import costs_of_blocks
 from sglang_dflash.round.costs import Costs, remembered
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
@@ -95,8 +96,6 @@ class RoundRunner:
                 self.prompt_graphs.time_passes()
             return None
         if self.prompt_graphs is None:
-            from sglang_dflash.round.graphs import costs_of_blocks
-
             measure = partial(costs_of_blocks, self.graphs, self.parts.target.runner)
         else:
             measure = partial(self.prompt_graphs.costs, self.graphs)
@@ -118,7 +117,7 @@ class RoundRunner:
                 f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
                 f"attention {self.attention['target']} and {self.attention['drafter']}",
-                f"blocks of {graphs.widths[-1]}, requests {graphs.sizes}, rows {passes}",
+                f"blocks of {[graphs.widths[-1], *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
                 f"sglang-dflash {_version()}, torch {torch.__version__}",
             )
         )
@@ -271,6 +270,11 @@ def _drafted(
     return Drafted(round, proposed.draft_tokens, ragged, adapters)
 
 
+def narrower(width: int) -> list[int]:
+    """Widths that blocks may have beside their own where whole ones are dear to draft, the widest first."""
+    return [width // part for part in (2, 4, 8) if width // part > 1]
+
+
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
     """A runner with graphs of whole rounds and of prompts, where the device and the models allow it.
 
@@ -294,16 +298,17 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         return RoundRunner(parts)
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
     passes = sizes_of_prompts(server_args, attention.target, sizes[-1] * max(widths))
-    survival, adapted_widths = None, widths
+    survival, adapted_widths, narrow = None, widths, []
     # With deterministic inference, rounds of one row are not computed as blocks are.
     linear = parts.target.runner.mambaish_config is not None
     chosen = passes or (linear and not is_batch_invariant_mode_enabled())
     if server_args.speculative_dflash_verify == AUTO and chosen:
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
+        narrow = narrower(max(widths)) if passes else []
         widths = [1, *widths]
     parts.draft.runner.model.tells_margins = survival is not None
     with nullcontext() if parts.adapters is None else parts.adapters.taken_off():
-        rounds = RoundGraphs(parts, attention, sizes, widths, survival)
+        rounds = RoundGraphs(parts, attention, sizes, widths, survival, narrow)
         prompts = PromptGraphs(parts, rounds, passes) if passes else None
     if parts.adapters is not None and parts.adapters.can_be_captured:
         parts.adapters.make_buffers(prompts.inputs.most + 1 if prompts else sizes[-1])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Why a round has the rows that it has.
-WHOLE, RAGGED, PLAIN, PROBE = "whole", "ragged", "plain", "probe"
+WHOLE, RAGGED, NARROW, PLAIN, PROBE = "whole", "ragged", "narrow", "plain", "probe"
 
 # Tests set them: each round then has some number of rows, or blocks of a width of a list such as 4,9,16.
 RANDOM_ROWS, RANDOM_WIDTHS = "SGLANG_DFLASH_RANDOM_ROWS", "SGLANG_DFLASH_RANDOM_WIDTHS"
@@ -40,6 +40,9 @@ _SOON, _LATE = 8, 64
 _FOR_EACH = 33
 # Blocks from which is concluded what the next ones are worth: one alone may be a bad one.
 _ENOUGH = 64
+# Rounds of narrower blocks after which one drafts wider ones, to see what is behind: at first, and at most.
+_WIDEN, _RARELY = 16, 128
+_NEW = 0.3  # what a round counts beside those before it, of how chances fall from draft to draft
 _SECONDS = 60.0  # after which the log says it again that nothing is drafted
 
 
@@ -108,22 +111,27 @@ class RandomWidths(WholeBlocks):
 class RandomRows(WholeBlocks):
     """Rounds of random numbers of rows; all ranks draw the same."""
 
-    def __init__(self, width: int, ragged: bool):
+    def __init__(self, width: int, costs: Costs):
         """
         Args:
-            ragged: whether requests of a round may have different numbers.
+            costs: tell what there is to choose from.
         """
         super().__init__(width)
+        self._narrow = {width: stairs.sizes[0] for width, stairs in costs.narrow.items()}
         self._width, self._random = width, random.Random(0)
-        self._reasons = (WHOLE, RAGGED, RAGGED, PLAIN) if ragged else (WHOLE, PLAIN)
+        self._reasons = (WHOLE, RAGGED, NARROW, PLAIN) if costs.ragged.sizes else (WHOLE, PLAIN)
 
     def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
-        reason = self._random.choice(self._reasons)
+        reason, width = self._random.choice(self._reasons), self._width
         if reason == PLAIN:
             return Plan(1, reason=PLAIN)
         if reason == WHOLE:
             return self._plan
-        return Plan(self._width, self._random.randint(requests, requests * self._width), RAGGED)
+        if reason == NARROW:
+            fitting = [w for w, least in self._narrow.items() if requests >= least]
+            width = self._random.choice(fitting or [width])
+            reason = NARROW if fitting else RAGGED
+        return Plan(width, self._random.randint(requests, requests * width), reason)
 
 
 class BestRows(WholeBlocks):
@@ -134,7 +142,10 @@ class BestRows(WholeBlocks):
         self._width = width
         self.take(costs)
         self._seen: deque[np.ndarray] = deque()  # chances of the last rounds
-        self._requests, self._gains, self._at = 0, np.zeros(1), np.zeros(1)
+        self._requests, self._gains = 0, {}
+        # Mean chances at a position by those at the one before, as of the last round that drafted both.
+        self._falls: np.ndarray | None = None
+        self._narrowed, self._widen = 0, _WIDEN
         self._without, self._patience, self._said = 0, _SOON, -math.inf
 
     def take(self, costs: Costs) -> None:
@@ -142,42 +153,88 @@ class BestRows(WholeBlocks):
         self._choices: dict[tuple[int, int], _Choices] = {}
 
     def note(self, chances: torch.Tensor) -> None:
-        self._seen.append(chances.numpy())
+        self._seen.append(self._widened(chances.numpy()))
         requests = sum(map(len, self._seen))
         while requests - len(self._seen[0]) >= _ENOUGH:
             requests -= len(self._seen.popleft())
-        best = np.sort(np.concatenate(self._seen), axis=None)[::-1]
-        self._requests, self._gains = requests, np.concatenate([[0.0], best.cumsum()])
-        self._at = np.arange(len(self._gains))
+        self._requests = requests
+        self._gains: dict[int, np.ndarray] = {}
+
+    def _widened(self, chances: np.ndarray) -> np.ndarray:
+        """Chances of whole blocks, where narrower ones were drafted: behind these they fall as they last did."""
+        drafts, means = chances.shape[1], chances.mean(axis=0)
+        falls = means[1:] / np.maximum(means[:-1], 1e-9)
+        if self._falls is None:
+            self._falls = np.zeros(self._width - 2)
+            self._falls[: drafts - 1] = falls
+        known = self._falls[: drafts - 1]
+        known += _NEW * (falls - known)
+        behind = chances[:, -1:] * self._falls[drafts - 1 :].cumprod()
+        return np.concatenate([chances, behind], axis=1)
+
+    def _gains_of(self, width: int) -> np.ndarray:
+        """Tokens that the 0, 1, 2 … likeliest drafts of all blocks of the last rounds were worth."""
+        if width not in self._gains:
+            best = np.concatenate([each[:, : width - 1] for each in self._seen])
+            best = np.sort(best, axis=None)[::-1]
+            self._gains[width] = np.concatenate([[0.0], best.cumsum()])
+        return self._gains[width]
 
     def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         choices = self._choices_of(requests, prompt_rows)
         if not self._requests:
             return choices.plans[0]
+        worth, tokens = self._worth(choices, requests, keys, prompt_rows)
+        best = int(worth.argmax())
+        gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
+        pays = gains or choices.plans[0].total is not None
+        return choices.plans[best if pays else 0]
+
+    def _worth(
+        self, choices: _Choices, requests: int, keys: int, prompt_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What each choice promises beyond what its time is worth, and its tokens."""
         tokens, times = self._promised(choices, requests, keys)
         # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
         usual = (tokens, times)
         if prompt_rows:
             usual = self._promised(self._choices_of(requests, 0), requests, keys)
-        worth = tokens - (usual[0] / usual[1]).max() * times
-        best = int(worth.argmax())
-        gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
-        pays = gains or choices.plans[0].total is not None
-        return choices.plans[best if pays else 0]
+        return tokens - (usual[0] / usual[1]).max() * times, tokens
 
     def _promised(
         self, choices: _Choices, requests: int, keys: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and milliseconds of each choice."""
         scale = requests / self._requests
-        drafts = np.interp((choices.rows - requests) / scale, self._at, self._gains)
-        return requests + scale * drafts, choices.times + self._costs.context * keys
+        tokens = np.full(len(choices.plans), float(requests))
+        for width in set(choices.widths.tolist()) - {1}:
+            these, gains = choices.widths == width, self._gains_of(width)
+            drafts = (choices.rows[these] - requests) / scale
+            tokens[these] += scale * np.interp(drafts, np.arange(len(gains)), gains)
+        return tokens, choices.times + self._costs.context * keys
+
+    def _wider(self, plan: Plan, requests: int, keys: int, prompt_rows: int) -> Plan:
+        """The best of those whose blocks are the next wider ones, if there is room for any."""
+        choices = self._choices_of(requests, prompt_rows)
+        worth, _ = self._worth(choices, requests, keys, prompt_rows)
+        wider = [width for width in choices.widths.tolist() if width > plan.width]
+        if not wider:
+            return plan
+        best = np.where(choices.widths == min(wider), worth, -np.inf).argmax()
+        return choices.plans[int(best)]
 
     def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         plan = self.plan(requests, keys, prompt_rows)
         if plan.reason != PLAIN:
             self._without, self._patience = 0, _SOON
-            return plan
+            if plan.reason != NARROW:
+                self._narrowed, self._widen = 0, _WIDEN
+                return plan
+            self._narrowed += 1
+            if self._narrowed < self._widen:
+                return plan
+            self._narrowed, self._widen = 0, min(2 * self._widen, _RARELY)
+            return self._wider(plan, requests, keys, prompt_rows)
         self._say(requests)
         self._without += 1
         if self._without < self._patience:
@@ -187,7 +244,7 @@ class BestRows(WholeBlocks):
         tries = [i for i, p in enumerate(choices.plans) if p.width > 1]
         few = [i for i in tries if choices.rows[i] >= 2 * requests] or tries
         plain = choices.plans.index(plan)
-        least = min(few, key=lambda i: choices.rows[i], default=plain)
+        least = min(few, key=lambda i: (choices.rows[i], choices.times[i]), default=plain)
         longer = choices.times[least] / choices.times[plain]
         late = _LATE if self._costs.ragged.sizes else max(_LATE, math.ceil(_FOR_EACH * longer))
         self._without, self._patience = 0, min(2 * self._patience, late)
@@ -209,9 +266,10 @@ class BestRows(WholeBlocks):
             if len(self._choices) > 10_000:
                 self._choices.clear()
             plans = self._plans(*at)
+            widths = np.array([plan.width for plan in plans])
             rows = np.array([plan.rows(requests) for plan in plans])
             times = np.array([self._time(plan, *at) for plan in plans])
-            self._choices[at] = _Choices(plans, rows, times)
+            self._choices[at] = _Choices(plans, widths, rows, times)
         return self._choices[at]
 
     def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
@@ -225,22 +283,30 @@ class BestRows(WholeBlocks):
         for size in sizes:
             if requests < size - prompt_rows < whole:
                 plans.append(Plan(self._width, size - prompt_rows, RAGGED))
+        for width, stairs in self._costs.narrow.items():
+            if requests >= stairs.sizes[0]:  # fewer are drafted whole in next to the same time
+                rooms = [size - prompt_rows for size in sizes if size - prompt_rows > requests]
+                totals = dict.fromkeys(min(room, requests * width) for room in rooms)
+                plans += [Plan(width, total, NARROW) for total in totals]
         plans.append(Plan(1, reason=PLAIN))
         return plans
 
     def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
         """Milliseconds of a round, contexts aside."""
         costs, rows = self._costs, plan.rows(requests)
-        draft = costs.draft.at(requests) if plan.width > 1 else 0.0
+        draft = 0.0
+        if plan.width > 1:
+            draft = costs.narrow.get(plan.width, costs.draft).at(requests)
         if plan.total is None and not prompt_rows:
             return draft + (costs.whole if plan.width > 1 else costs.plain).at(requests)
         return draft + costs.ragged.at(rows + prompt_rows) + costs.head.at(rows)
 
 
 class _Choices(NamedTuple):
-    """What a round can be, how many rows it then verifies, and its milliseconds."""
+    """What a round can be, how wide its blocks then are, how many rows it verifies, and its milliseconds."""
 
     plans: list[Plan]
+    widths: np.ndarray
     rows: np.ndarray
     times: np.ndarray
 
@@ -258,5 +324,5 @@ def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:
     if costs is None:
         return WholeBlocks(widths[0])
     if os.environ.get(RANDOM_ROWS):
-        return RandomRows(width, ragged=bool(costs.ragged.sizes))
+        return RandomRows(width, costs)
     return BestRows(width, costs)

@@ -56,8 +56,8 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "sglang:dflash_planned_rounds_total": (
         "Counter",
-        "Rounds launched, by what they verify: whole blocks, the ragged beginnings of them that pay, plain bonus "
-        "tokens, or a probe of a few drafts while nothing is drafted.",
+        "Rounds launched, by what they verify: whole blocks, the ragged beginnings of them that pay, those of narrower "
+        "blocks, plain bonus tokens, or a probe of a few drafts while nothing is drafted.",
         ("plan",),
     ),
     "sglang:dflash_verified_rows_total": (

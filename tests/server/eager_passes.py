@@ -36,7 +36,7 @@ from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
-from sglang_dflash.round.run import AUTO, RoundRunner
+from sglang_dflash.round.run import AUTO, RoundRunner, narrower
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Survival
 from sglang_dflash.round.target import TargetRows
@@ -130,8 +130,10 @@ class EagerRounds:
     body = pool = None
     attention = Attention(SideBySideAttention, SideBySideAttention)
 
-    def __init__(self, parts: Parts, widths: list[int], survival: Survival | None):
-        self.parts, self.survival = parts, survival
+    def __init__(
+        self, parts: Parts, widths: list[int], survival: Survival | None, narrow: list[int]
+    ):
+        self.parts, self.survival, self.narrow = parts, survival, narrow
         self.sizes, self.widths = [parts.max_requests], sorted(widths)
 
     def key(self, start_bounds: torch.Tensor, width: int, adapted: bool = False) -> EagerKey:
@@ -184,6 +186,11 @@ class EagerRounds:
         }
         return times, True
 
+    def narrow_times(self) -> tuple[dict[int, Staircase], bool]:
+        """No less than whole ones, so that only tests of random rows have narrower blocks."""
+        sizes = list(range(1, self.sizes[-1] + 1))
+        return {width: Staircase(sizes, [0.1] * len(sizes)) for width in self.narrow}, True
+
 
 class EagerPass:
     """Stands for `Captured` and for the graph in it."""
@@ -216,13 +223,15 @@ class EagerPasses(PromptGraphs):
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
     """Stands for `sglang_dflash.round.run.capture`."""
-    survival = None
+    survival, narrow = None, []
+    hybrid = parts.target.runner.mambaish_config is not None
     if server_args.speculative_dflash_verify == AUTO:
         survival = Survival(max(widths) - 1, "cpu")
         parts.draft.runner.model.tells_margins = True
+        narrow = [] if hybrid else narrower(max(widths))
         widths = [1, *widths]
-    rounds = EagerRounds(parts, widths, survival)
-    if parts.target.runner.mambaish_config is not None:
+    rounds = EagerRounds(parts, widths, survival, narrow)
+    if hybrid:
         return RoundRunner(parts, rounds)
     most = server_args.piecewise_cuda_graph_max_tokens
     passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))

@@ -48,7 +48,7 @@ def test_random_rows(case: tuple[str, str], logs: Path, plain: Server, prompts: 
             assert_same(answer, expected, plain, prompt)
         moved = counted(server) - before
         plans = of(moved, "planned_rounds_total")
-        assert plans.keys() == {"whole", "ragged", "plain"} and min(plans.values()) > 5
+        assert plans.keys() == {"whole", "ragged", "narrow", "plain"} and min(plans.values()) > 5
         assert 1.5 < accept_length(answered) < 6.5
         assert ran(server)["in_rounds"] > 0
         server.check_idle()

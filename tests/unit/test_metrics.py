@@ -12,7 +12,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
-from sglang_dflash.scheduler.plan import PLAIN, PROBE, RAGGED, WHOLE
+from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE
 from sglang_dflash.scheduler.worker_v2 import SLOTS
 from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, METRICS, NoMetrics, RoundMetrics
 
@@ -62,7 +62,7 @@ def test_documentation() -> None:
         name: (kind.capitalize(), (label,) if label else ()) for name, kind, label in rows
     }
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
-    plans = (WHOLE, RAGGED, PLAIN, PROBE)
+    plans = (WHOLE, RAGGED, NARROW, PLAIN, PROBE)
     for reason in (NO_GRAPH, SLOTS, IN_ROUNDS, ALONE, *plans):
         assert f"| `{reason}` |" in text
     requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()

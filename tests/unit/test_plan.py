@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang_dflash.round.costs import Costs, Staircase
-from sglang_dflash.scheduler.plan import PLAIN, PROBE, RAGGED, WHOLE, BestRows
+from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE, BestRows
 
 WIDTH, SIZES = 16, [64, 128, 256, 512, 1024, 2048]
 
@@ -182,3 +184,92 @@ def test_drafts_that_pay_again(requests: int) -> None:
     assert rounds <= 64
     plans.note(chances(0.9, requests))
     assert plans.next(requests).width == WIDTH
+
+
+def dear_drafts() -> Costs:
+    """Drafts that take longer with each row, and from 16 requests on are made faster of narrower blocks."""
+    requests, table = [1, 16, 32, 64, 128], costs(0.02)
+    draft = Staircase(requests, [1 + 0.004 * n * WIDTH for n in requests])
+    narrow = {
+        width: Staircase(requests[least:], [1 + 0.004 * n * width for n in requests[least:]])
+        for width, least in ((8, 1), (4, 2), (2, 3))
+    }
+    return replace(table, draft=draft, narrow=narrow)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("requests", [8, 20, 40, 64, 128])
+def test_narrower_blocks(rate: float, requests: int) -> None:
+    """The width and the number of rows that promise most together; verified by trying all."""
+    table = dear_drafts()
+    plans = BestRows(WIDTH, table)
+    plans.note(chances(rate))
+    worth = chances(rate, requests)
+
+    def speed(width: int, rows: int) -> float:
+        best = worth[:, : width - 1].flatten().sort(descending=True).values
+        if rows == requests * WIDTH:
+            time = table.whole.at(requests)
+        else:
+            time = table.ragged.at(rows)
+        draft = table.narrow.get(width, table.draft).at(requests)
+        return (requests + float(best[: rows - requests].sum())) / (draft + time)
+
+    widths = [WIDTH, *(w for w, stairs in table.narrow.items() if requests >= stairs.sizes[0])]
+    rows = [n for n in (*SIZES, *(requests * w for w in widths)) if n > requests]
+    best = max(speed(w, n) for w in widths for n in rows if n <= requests * w)
+    best = max(best, requests / table.plain.at(requests))
+    plan = plans.next(requests)
+    assert plan.reason == PLAIN or plan.width in widths
+    found = requests / table.plain.at(requests)
+    if plan.reason != PLAIN:
+        found = speed(plan.width, plan.rows(requests))
+    assert found >= 0.98 * best
+    assert (plan.reason == NARROW) == (1 < plan.width < WIDTH)
+
+
+def test_narrower_blocks_pay_and_are_left_now_and_then() -> None:
+    """Wider ones are drafted rarely at last; often enough to see when more pays."""
+    plans = BestRows(WIDTH, dear_drafts())
+    plans.note(chances(0.6))
+    widths = []
+    for _ in range(1000):
+        plan = plans.next(64)
+        widths.append(plan.width)
+        plans.note(chances(0.6)[:, : plan.width - 1])
+    wider = [i for i, width in enumerate(widths) if width > plan.width]
+    assert set(widths) == {plan.width, 2 * plan.width} and 2 * plan.width < WIDTH
+    assert wider[0] < 20 and wider[-1] - wider[-2] == 128 and len(wider) < 12
+    for _ in range(200):
+        plans.note(chances(0.99)[:, : plans.next(64).width - 1])
+    easy = BestRows(WIDTH, dear_drafts())
+    easy.note(chances(0.99))
+    assert plans.plan(64).width == easy.plan(64).width > plan.width
+
+
+def test_what_is_behind_narrower_blocks() -> None:
+    """Is expected to fall as it did in the last whole ones."""
+    plans = BestRows(WIDTH, dear_drafts())
+    plans.note(chances(0.8))
+    known = plans.plan(8)
+    for _ in range(20):
+        plans.note(chances(0.8)[:, :3])
+    assert plans.plan(8) == known
+
+
+def test_narrower_blocks_beside_prompts() -> None:
+    """They and the prompts are no more than the largest pass."""
+    plans = BestRows(WIDTH, dear_drafts())
+    plans.note(chances(0.6))
+    for rows in (10, 500, 1500, 1900):
+        plan = plans.plan(64, prompt_rows=rows)
+        assert plan.rows(64) + rows <= 2048
+        if plan.reason == NARROW:
+            assert plan.rows(64) <= 64 * plan.width
+
+
+def test_a_probe_is_as_cheap_as_can_be() -> None:
+    plans = BestRows(WIDTH, dear_drafts())
+    plans.note(chances(0.0))
+    (probe,) = [plan for plan in (plans.next(64) for _ in range(10)) if plan.reason == PROBE]
+    assert (probe.width, probe.total) == (2, 128)

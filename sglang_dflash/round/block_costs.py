@@ -1,0 +1,44 @@
+"""What rounds take whose requests all have as many rows, measured on their graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_dflash.round.costs import Costs, Staircase, orderly
+from sglang_dflash.serving.memory import pool_bytes
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_dflash.round.graphs import RoundGraphs
+
+
+def costs_of_blocks(
+    rounds: RoundGraphs, target: ModelRunner, least: float | None = None
+) -> tuple[Costs, bool]:
+    """What rounds take that verify all rows or draft nothing, and whether nobody else used the GPU meanwhile.
+
+    Args:
+        least: milliseconds of a pass of the target over the fewest rows; None for those of a round that drafts nothing.
+    """
+    times, quiet = rounds.times()
+    narrow, quiet_drafts = rounds.narrow_times()
+    draft, whole = times[rounds.widths[-1]]
+    opened, rest = times[rounds.widths[0]]
+    plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
+    # The fewest rows take as long as it takes to read the weights.
+    weights = sum(p.numel() * p.itemsize for p in target.model.parameters())
+    pool = target.token_to_kv_pool
+    key_bytes = pool_bytes(pool) / (pool.size + pool.page_size)
+    nothing = Staircase((), ())
+    costs = Costs(
+        draft=draft,
+        whole=whole,
+        plain=Staircase(opened.sizes, plain),
+        ragged=nothing,
+        head=nothing,
+        context=key_bytes * (plain[0] if least is None else least) / weights,
+        narrow=narrow,
+    )
+    quiet = quiet and quiet_drafts
+    return costs, quiet and all(map(orderly, zip(plain, whole.times, strict=True)))
