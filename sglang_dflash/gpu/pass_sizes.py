@@ -1,12 +1,25 @@
-"""Rows of the target's passes over prompts, and over prompts beside blocks, that are captured."""
+"""Rows of the target's passes over prompts, and over prompts beside blocks, that are captured; widths of blocks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 MOST_ROWS = 2048  # of prompts alone
 PROMPT_ROWS = 512  # beside the most blocks that a round has
 SHORT_TABLE = (
     8192  # keys of a page table that is made in no time; longer contexts have passes of their own
 )
+CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
+
+
+def narrower(width: int) -> list[int]:
+    """Widths that blocks may have beside their own where whole ones are dear, the widest first."""
+    return [width // part for part in (2, 4, 8) if width // part > 1]
+
+
+def dear_sizes(sizes: Iterable[int], width: int) -> list[int]:
+    """Batches of which blocks are drafted faster than those of twice the width."""
+    return [size for size in sizes if size * 2 * width > CHEAP_ROWS]
 
 
 def row_sizes(block_rows: int, most: int | None) -> list[int]:

@@ -24,8 +24,7 @@ def costs_of_blocks(
     times, quiet = rounds.times()
     narrow, quiet_drafts = rounds.narrow_times()
     draft, whole = times[rounds.widths[-1]]
-    opened, rest = times[rounds.widths[0]]
-    plain = [a + b for a, b in zip(opened.times, rest.times, strict=True)]
+    plain = together(*times[rounds.widths[0]])
     # The fewest rows take as long as it takes to read the weights.
     weights = sum(p.numel() * p.itemsize for p in target.model.parameters())
     pool = target.token_to_kv_pool
@@ -34,11 +33,17 @@ def costs_of_blocks(
     costs = Costs(
         draft=draft,
         whole=whole,
-        plain=Staircase(opened.sizes, plain),
+        plain=plain,
         ragged=nothing,
         head=nothing,
-        context=key_bytes * (plain[0] if least is None else least) / weights,
+        context=key_bytes * (plain.times[0] if least is None else least) / weights,
         narrow=narrow,
+        uniform={width: together(*times[width]) for width in rounds.widths[-2:0:-1]},
     )
     quiet = quiet and quiet_drafts
-    return costs, quiet and all(map(orderly, zip(plain, whole.times, strict=True)))
+    return costs, quiet and all(map(orderly, zip(plain.times, whole.times, strict=True)))
+
+
+def together(first: Staircase, rest: Staircase) -> Staircase:
+    """What both parts of rounds take."""
+    return Staircase(first.sizes, [a + b for a, b in zip(first.times, rest.times, strict=True)])

@@ -119,6 +119,7 @@ class Costs:
             requests have as many.
         context: by keys of all requests together.
         narrow: `draft` of narrower blocks, by their width, the widest first; from so many requests on as it has.
+        uniform: all of a round of narrower blocks whose rows are all verified, likewise; for targets without `ragged`.
     """
 
     draft: Staircase
@@ -128,22 +129,28 @@ class Costs:
     head: Staircase
     context: float
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
+    uniform: Mapping[int, Staircase] = field(default_factory=dict)
 
     def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
         found: Told = {name: getattr(self, name).as_dict() for name in _TABLES}
-        narrow = {width: stairs.as_dict() for width, stairs in self.narrow.items()}
-        return found | {"context": round(self.context, 9), "narrow": narrow}
+        for name in _BY_WIDTH:
+            by_width = getattr(self, name)
+            found[name] = {width: stairs.as_dict() for width, stairs in by_width.items()}
+        return found | {"context": round(self.context, 9)}
 
     @classmethod
     def from_dict(cls, found: Told) -> Costs:
         """What `as_dict` gave."""
         tables = {name: Staircase.from_dict(found[name]) for name in _TABLES}
-        narrow = {width: Staircase.from_dict(each) for width, each in found["narrow"].items()}
-        return cls(**tables, context=found["context"], narrow=narrow)
+        by_width = {
+            name: {width: Staircase.from_dict(each) for width, each in found[name].items()}
+            for name in _BY_WIDTH
+        }
+        return cls(**tables, **by_width, context=found["context"])
 
 
-_TABLES = ("draft", "whole", "plain", "ragged", "head")
+_TABLES, _BY_WIDTH = ("draft", "whole", "plain", "ragged", "head"), ("narrow", "uniform")
 _FILE = TypeAdapter(dict[str, Told])
 
 

@@ -18,6 +18,7 @@ from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
+from sglang_dflash.gpu.pass_sizes import dear_sizes
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.captured_models import (
     CapturedAdaptedTarget,
@@ -35,8 +36,6 @@ from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Estimate, Survival
 
 logger = logging.getLogger(__name__)
-
-_CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
 
 
 class Key(NamedTuple):
@@ -148,7 +147,7 @@ class RoundGraphs:
         self.body = fuse_models(parts, *attention, largest, self.widths[-1])
         self.pool = torch.cuda.graph_pool_handle()
         self._capture_all("rounds", self._keys(self.sizes, self.widths), self._capture)
-        narrow = [key for w in self.narrow for key in self._keys(self._dear_sizes(w), [w])]
+        narrow = [key for w in self.narrow for key in self._keys(dear_sizes(self.sizes, w), [w])]
         if narrow := [key for key in narrow if key not in self._graphs]:
             self._capture_all("drafts of narrower blocks", narrow, self._capture_drafts)
 
@@ -219,16 +218,12 @@ class RoundGraphs:
         """What the first stage takes of narrower blocks, by width and requests, and whether it was quiet."""
         found, quiet = {}, True
         for width in self.narrow:
-            if sizes := self._dear_sizes(width):
+            if sizes := dear_sizes(self.sizes, width):
                 graphs = [self._graphs[self._key(size, 0, width)] for size in sizes]
                 times = milliseconds([each.propose.replay for each in graphs])
                 found[width] = Staircase(sizes, times.shortest)
                 quiet = quiet and times.quiet and orderly(times.shortest)
         return found, quiet
-
-    def _dear_sizes(self, width: int) -> list[int]:
-        """Batches of which blocks are drafted faster than those of twice the width."""
-        return [size for size in self.sizes if size * 2 * width > _CHEAP_ROWS]
 
     def _keys(self, sizes: Sequence[int], widths: Iterable[int]) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""

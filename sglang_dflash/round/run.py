@@ -16,6 +16,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
+from sglang_dflash.gpu.pass_sizes import narrower
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.block_costs import costs_of_blocks
@@ -117,7 +118,7 @@ class RoundRunner:
                 f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
                 f"attention {self.attention['target']} and {self.attention['drafter']}",
-                f"blocks of {[graphs.widths[-1], *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
+                f"blocks of {[*graphs.widths, *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
                 f"sglang-dflash {_version()}, torch {torch.__version__}",
             )
         )
@@ -270,11 +271,6 @@ def _drafted(
     return Drafted(round, proposed.draft_tokens, ragged, adapters)
 
 
-def narrower(width: int) -> list[int]:
-    """Widths that blocks may have beside their own where whole ones are dear to draft, the widest first."""
-    return [width // part for part in (2, 4, 8) if width // part > 1]
-
-
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
     """A runner with graphs of whole rounds and of prompts, where the device and the models allow it.
 
@@ -304,11 +300,12 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     chosen = passes or (linear and not is_batch_invariant_mode_enabled())
     if server_args.speculative_dflash_verify == AUTO and chosen:
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)
-        narrow = narrower(max(widths)) if passes else []
-        widths = [1, *widths]
+        narrow = narrower(max(widths))
+        # Without passes in which requests have different numbers of rows, all of narrower blocks are verified.
+        widths = [1, *widths] if passes else sorted({1, *narrow, *widths})
     parts.draft.runner.model.tells_margins = survival is not None
     with nullcontext() if parts.adapters is None else parts.adapters.taken_off():
-        rounds = RoundGraphs(parts, attention, sizes, widths, survival, narrow)
+        rounds = RoundGraphs(parts, attention, sizes, widths, survival, narrow if passes else ())
         prompts = PromptGraphs(parts, rounds, passes) if passes else None
     if parts.adapters is not None and parts.adapters.can_be_captured:
         parts.adapters.make_buffers(prompts.inputs.most + 1 if prompts else sizes[-1])

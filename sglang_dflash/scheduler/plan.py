@@ -118,8 +118,10 @@ class RandomRows(WholeBlocks):
         """
         super().__init__(width)
         self._narrow = {width: stairs.sizes[0] for width, stairs in costs.narrow.items()}
-        self._width, self._random = width, random.Random(0)
-        self._reasons = (WHOLE, RAGGED, NARROW, PLAIN) if costs.ragged.sizes else (WHOLE, PLAIN)
+        self._width, self._uniform, self._random = width, list(costs.uniform), random.Random(0)
+        self._reasons = (
+            (WHOLE, RAGGED, NARROW, PLAIN) if costs.ragged.sizes else (WHOLE, NARROW, PLAIN)
+        )
 
     def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         reason, width = self._random.choice(self._reasons), self._width
@@ -127,6 +129,8 @@ class RandomRows(WholeBlocks):
             return Plan(1, reason=PLAIN)
         if reason == WHOLE:
             return self._plan
+        if self._uniform:
+            return Plan(self._random.choice(self._uniform), reason=NARROW)
         if reason == NARROW:
             fitting = [w for w, least in self._narrow.items() if requests >= least]
             width = self._random.choice(fitting or [width])
@@ -288,12 +292,15 @@ class BestRows(WholeBlocks):
                 rooms = [size - prompt_rows for size in sizes if size - prompt_rows > requests]
                 totals = dict.fromkeys(min(room, requests * width) for room in rooms)
                 plans += [Plan(width, total, NARROW) for total in totals]
+        plans += [Plan(width, reason=NARROW) for width in self._costs.uniform]
         plans.append(Plan(1, reason=PLAIN))
         return plans
 
     def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
         """Milliseconds of a round, contexts aside."""
         costs, rows = self._costs, plan.rows(requests)
+        if plan.total is None and plan.width in costs.uniform:
+            return costs.uniform[plan.width].at(requests)
         draft = 0.0
         if plan.width > 1:
             draft = costs.narrow.get(plan.width, costs.draft).at(requests)

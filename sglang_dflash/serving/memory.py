@@ -20,7 +20,7 @@ from torch import nn
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_weights
 from sglang_dflash.checkpoint.load import load_config
-from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
+from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, dear_sizes, narrower, row_sizes
 from sglang_dflash.two_pools import single_pools
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ GIB = 1 << 30
 
 # What capturing takes of the device beside the rounds' own tensors: kernels, and for each graph its nodes. On an
 # H200, with the shapes of Qwen3-8B, 27 buckets of rounds took 0.83 GiB, 0.37 of it tensors, and 48 passes over
-# prompts 0.54. Most buckets have two sets of graphs.
+# prompts 0.54. Most buckets have two sets of graphs. Drafts have about a sixth of a round's nodes.
 _GRAPHS, _BUCKET, _PASS = 96 << 20, 14 << 20, 11 << 20
+_DRAFTS = _BUCKET // 6
 
 # Of which each rank holds its part; the rest, norms and products of features, is on every rank.
 _SPLIT = ("q_proj", "gate_proj", "up_proj", "o_proj.weight", "down_proj.weight")
@@ -89,26 +90,36 @@ def _elements_on_rank(name: str, shape: tuple[int, ...], kv_size: int, tp_size: 
 
 
 def round_buffers(
-    args: ServerArgs, config: DraftConfig, vocab_size: int, itemsize: int, context_len: int
+    args: ServerArgs,
+    config: DraftConfig,
+    vocab_size: int,
+    itemsize: int,
+    context_len: int,
+    linear: bool = False,
 ) -> int:
     """About how many bytes captured rounds, and passes over prompts, keep on one rank; 0 without graphs.
 
     Graphs share one pool, so the largest decides: logits of all its rows, and the hidden states that
     the draft model taps, once from each layer and once side by side. The graphs themselves and the
     kernels that are loaded for them come on top.
+
+    Args:
+        linear: whether layers of the target have linear attention, so that no passes over prompts are captured.
     """
     if args.device != "cuda" or args.disable_cuda_graph:
         return 0
     buckets = args.cuda_graph_bs or [1]
-    rows = max(buckets) * args.speculative_num_draft_tokens
+    block, auto = args.speculative_num_draft_tokens, args.speculative_dflash_verify != "all"
+    rows, narrow = max(buckets) * block, narrower(block) if auto else []
     logits = -(-vocab_size // args.tp_size)
     taps = 2 * len(config.taps) * config.target_hidden_size
     # Those of bonus tokens alone, and of the target with its LoRA layers, too.
-    kinds = 1 + (args.speculative_dflash_verify != "all") + bool(args.enable_lora)
+    kinds = 1 + auto + bool(args.enable_lora) + linear * len(narrow)
     rounds = _GRAPHS + kinds * len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
-    passes = row_sizes(rows, args.piecewise_cuda_graph_max_tokens)
+    passes = [] if linear else row_sizes(rows, args.piecewise_cuda_graph_max_tokens)
     if not passes:
         return rounds
+    rounds += sum(len(dear_sizes(buckets, width)) for width in narrow) * _DRAFTS
     # Their own tensors fit where those of rounds lie; what they leave does not.
     hidden = passes[-1] * config.target_hidden_size * itemsize
     graphs = len(passes) * (1 + (context_len > SHORT_TABLE)) * (1 + bool(args.enable_lora))
@@ -138,7 +149,8 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     config = load_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     # The draft model runs and stores its K/V in the target's dtype (see drafter/load.py).
     itemsize = torch.finfo(target.dtype).bits // 8
-    rounds = round_buffers(args, config, target.vocab_size, itemsize, target.context_len)
+    linear = runner.mambaish_config is not None
+    rounds = round_buffers(args, config, target.vocab_size, itemsize, target.context_len, linear)
     positions = rope_positions(args, target.context_len)
     needs = draft_memory(config, runner.tp_size, itemsize, positions, rounds)
     left = rest_gib - (needs.weights + needs.rounds) / GIB

@@ -26,7 +26,7 @@ from sglang_dflash.cpu.lora import batch_info
 from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
-from sglang_dflash.gpu.pass_sizes import row_sizes
+from sglang_dflash.gpu.pass_sizes import narrower, row_sizes
 from sglang_dflash.round import run
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids
@@ -36,7 +36,7 @@ from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
-from sglang_dflash.round.run import AUTO, RoundRunner, narrower
+from sglang_dflash.round.run import AUTO, RoundRunner
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Survival
 from sglang_dflash.round.target import TargetRows
@@ -228,9 +228,9 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     if server_args.speculative_dflash_verify == AUTO:
         survival = Survival(max(widths) - 1, "cpu")
         parts.draft.runner.model.tells_margins = True
-        narrow = [] if hybrid else narrower(max(widths))
-        widths = [1, *widths]
-    rounds = EagerRounds(parts, widths, survival, narrow)
+        narrow = narrower(max(widths))
+        widths = [1, *narrow, *widths] if hybrid else [1, *widths]
+    rounds = EagerRounds(parts, widths, survival, [] if hybrid else narrow)
     if hybrid:
         return RoundRunner(parts, rounds)
     most = server_args.piecewise_cuda_graph_max_tokens

@@ -181,14 +181,15 @@ def test_without_prefix_cache(start, longer, worker: str) -> None:
 
 
 @pytest.mark.parametrize("worker", [CHOSEN_WORKERS[-1], *in_long(*CHOSEN_WORKERS[:-1])])
-def test_whole_blocks_or_none(worker: str, start, longer) -> None:
-    """Rounds that draft nothing, where drafts do not pay, and that draft again; as graphs run them."""
+def test_widths_that_pay(worker: str, start, longer) -> None:
+    """Rounds of whole blocks, of narrower ones, and that draft nothing; as graphs run them."""
     given = (*STRATEGIES[worker], "--enable-metrics")
     passes = {"launcher": ("tests.server.eager_passes",), "SGLANG_DFLASH_RANDOM_ROWS": "1"}
-    with start("whole-or-none", *given, worker=worker, **passes) as server:
+    with start("widths", *given, worker=worker, **passes) as server:
         check(server, longer[: len(PROMPTS)], 1)
         check(server, longer, 8)
         seen = counted(server)
         server.check_idle()
-    assert seen["planned_rounds_total", "plain"] > 20 and seen["planned_rounds_total", "whole"] > 20
+    for plan in ("whole", "narrow", "plain"):
+        assert seen["planned_rounds_total", plan] > 20, plan
     assert not seen["fallbacks_total", "no_graph"]

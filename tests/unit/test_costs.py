@@ -19,6 +19,8 @@ def costs(base: float = 1.0) -> Costs:
             for name in ("draft", "whole", "plain", "ragged", "head")
         },
         context=1e-6,
+        narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
+        uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
     )
 
 

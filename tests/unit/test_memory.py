@@ -112,8 +112,17 @@ def test_captured_rounds() -> None:
     args.enable_lora = None
     args.piecewise_cuda_graph_max_tokens = 0
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
-    args.speculative_dflash_verify = "auto"
+    args.speculative_dflash_verify, args.cuda_graph_bs = "auto", [1, 8, 16]
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 6 * 14) << 20
+    # With linear attention, rounds of blocks of 8, 4 and 2, too.
+    linear = round_buffers(args, config, 150_000, 2, 4096, linear=True)
+    assert linear - tensors == (96 + 15 * 14) << 20
+    args.piecewise_cuda_graph_max_tokens = None
+    # Drafts of blocks of 8 for 16 requests; narrower ones are as dear as these.
+    drafts = round_buffers(args, config, 150_000, 2, 4096) - half - (3 * 14 << 20)
+    assert drafts == (14 << 20) // 6
+    assert round_buffers(args, config, 150_000, 2, 4096, linear=True) == linear
+    args.piecewise_cuda_graph_max_tokens = 0
     args.enable_lora = True
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 9 * 14) << 20
     args.disable_cuda_graph = True

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.round.costs import Costs, Staircase
-from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE, BestRows
+from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE, BestRows, Plan
 
 WIDTH, SIZES = 16, [64, 128, 256, 512, 1024, 2048]
 
@@ -136,6 +136,30 @@ def test_whole_or_plain() -> None:
         assert plans.plan(requests, prompt_rows=500) == plans.plan(requests)
     plans.note(chances(0.99))
     assert plans.plan(64, prompt_rows=2000).reason == WHOLE
+
+
+def test_uniform_blocks() -> None:
+    """With linear attention: blocks of another width for all, where these promise more."""
+    requests = [1, 8, 32, 128]
+    uniform = {
+        width: Staircase(requests, [5.5 + 0.02 * n * width for n in requests])
+        for width in (8, 4, 2)
+    }
+    plans = BestRows(WIDTH, replace(costs(0.02, sizes=[]), uniform=uniform))
+    plans.note(chances(0.7))
+    found = {n: plans.plan(n) for n in requests}
+    assert all(plan.total is None for plan in found.values())
+    for n, plan in found.items():
+        speeds = {
+            w: n * float(1 + chances(0.7)[0, : w - 1].sum()) / uniform[w].at(n) for w in uniform
+        }
+        speeds[WIDTH] = n * float(1 + chances(0.7)[0].sum()) / (5.5 + 0.02 * n * WIDTH)
+        speeds[1] = n / (5 + 0.02 * n)
+        assert speeds[plan.width] >= 0.98 * max(speeds.values())
+    assert len({plan.width for plan in found.values()}) >= 3
+    plans.note(chances(0.0))
+    (probe,) = [plan for plan in (plans.next(32) for _ in range(10)) if plan.reason == PROBE]
+    assert probe == Plan(2, reason=PROBE)
 
 
 def test_dear_probes_are_rare() -> None:
