@@ -33,8 +33,11 @@ def advertise_limit(manager: TokenizerManager, scheduler_info: dict[str, Any]) -
     """Makes the scheduler's limit the one that SGLang checks requests against and tells clients.
 
     Args:
+        manager: with `--tokenizer-worker-num` above 1 one of each worker, and first what stands before them, which
+            checks nothing.
         scheduler_info: what the scheduler said of itself when it was ready; gets `max_model_len`.
     """
     limit = scheduler_info["max_req_input_len"] + _INPUT_MARGIN + 1
-    manager.context_len = manager.model_config.context_len = limit
     scheduler_info["max_model_len"] = limit
+    if (config := getattr(manager, "model_config", None)) is not None:
+        manager.context_len = config.context_len = limit
