@@ -39,6 +39,12 @@ _ONE_REPLICA = (
     "/update_weights_from_tensor",
 )
 
+# Parts of the paths of what one process of HTTP does for all or keeps to itself, where there are several.
+_ONE_PROCESS = (
+    *("_session", "_generation", "_lora_adapter", "_memory_occupation", "/v1/responses/"),
+    *("/update_weights_from_", "_weights_update_group"),
+)
+
 
 def guard(app: FastAPI, server_args: Any) -> None:
     """Answers malformed requests to all routes of the app with status 400 and a sentence.
@@ -97,6 +103,12 @@ def check_operation(path: str, server_args: Any) -> None:
         raise DFlashError(
             f"{path} is not supported with --dp-size {server_args.dp_size}: send new weights through "
             "/update_weights_from_disk, or start a server for each replica."
+        )
+    processes = server_args.tokenizer_worker_num
+    if processes > 1 and any(part in path for part in _ONE_PROCESS):
+        raise DFlashError(
+            f"{path} is not supported with --tokenizer-worker-num {processes}, of which one would not tell the others: "
+            "start the server with one."
         )
     if path == "/open_session" and server_args.dp_size > 1:
         # Each replica would answer, which ends the release's server; and a next turn may go to another one.

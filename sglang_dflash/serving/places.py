@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 def check_places(args: ServerArgs) -> None:
     """Refuses nodes that cannot meet, replicas on several of them, and more ranks than there are GPUs.
 
+    And keys that not all processes of HTTP would ask for.
+
     Raises:
         DFlashError: one sentence with the flag, its value and what to do.
     """
-    for flag in ("tp_size", "dp_size", "nnodes"):
+    for flag in ("tp_size", "dp_size", "nnodes", "tokenizer_worker_num"):
         if (value := getattr(args, flag)) < 1:
             raise DFlashError(f"--{flag.replace('_', '-')} {value} is below 1: give 1 or more.")
+    if args.tokenizer_worker_num > 1 and (args.api_key or args.admin_api_key):
+        key = "--api-key" if args.api_key else "--admin-api-key"
+        raise DFlashError(
+            f"--tokenizer-worker-num {args.tokenizer_worker_num} with {key} is not supported, because only one process "
+            "of HTTP asks for it: leave one of them out, or have what stands before the server ask for the key."
+        )
     _check_nodes(args)
     if args.device == "cuda":
         check_gpus(args, torch.cuda.device_count())

@@ -78,4 +78,7 @@ def test_refusals(server: Server, prompts: list[str]) -> None:
         assert answer.status_code == 400 and "temperature 'x' cannot be read" in answer.text
         answer = server.post("/generate", generate_body([5] * 30_000))
         assert answer.status_code == 400 and "context length" in answer.text
+    for path in ("/open_session", "/pause_generation", "/load_lora_adapter"):
+        refused = server.post(path, {"capacity_of_str_len": 1000} if "open" in path else {})
+        assert refused.status_code == 400, refused.text
     server.check_idle()

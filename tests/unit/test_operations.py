@@ -105,9 +105,24 @@ def test_all_is_put_back_at_last() -> None:
 
 def test_replicas() -> None:
     """The release's asserts, as sentences."""
-    args = SimpleNamespace(dp_size=2)
+    one, args = (SimpleNamespace(dp_size=n, tokenizer_worker_num=1) for n in (1, 2))
     for path in ("/init_weights_update_group", "/update_weights_from_tensor"):
         with pytest.raises(DFlashError, match="is not supported with --dp-size 2: send new"):
             check_operation(path, args)
-        check_operation(path, SimpleNamespace(dp_size=1))
+        check_operation(path, one)
     check_operation("/update_weights_from_disk", args)
+
+
+def test_processes_of_http() -> None:
+    """What one would do for all, or keep to itself, is refused; what they all can do is not."""
+    args = SimpleNamespace(dp_size=1, tokenizer_worker_num=2, enable_memory_saver=True)
+    told = "is not supported with --tokenizer-worker-num 2, of which one"
+    for path in (
+        *("/open_session", "/close_session", "/pause_generation", "/continue_generation"),
+        *("/load_lora_adapter", "/unload_lora_adapter", "/update_weights_from_disk"),
+        *("/release_memory_occupation", "/v1/responses/{response_id}"),
+    ):
+        with pytest.raises(DFlashError, match=told):
+            check_operation(path, args)
+    for path in ("/generate", "/v1/responses", "/flush_cache", "/abort_request", "/server_info"):
+        check_operation(path, args)

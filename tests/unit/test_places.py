@@ -24,6 +24,12 @@ MEET = {"dist_init_addr": "127.0.0.1:20000"}
         ({"nnodes": 2, "tp_size": 2}, "--nnodes 2 needs --dist-init-addr"),
         ({"nnodes": 2} | MEET, "--tp-size 1 is not divisible by --nnodes 2"),
         ({"nnodes": 2, "dp_size": 2, "tp_size": 2} | MEET, "--dp-size 2 with --nnodes 2 is not"),
+        ({"tokenizer_worker_num": 0}, "--tokenizer-worker-num 0 is below 1"),
+        ({"tokenizer_worker_num": 3, "api_key": "x"}, "--tokenizer-worker-num 3 with --api-key"),
+        (
+            {"tokenizer_worker_num": 2, "admin_api_key": "x"},
+            "--tokenizer-worker-num 2 with --admin",
+        ),
     ],
 )
 def test_refused(changes: dict[str, Any], named: str) -> None:
@@ -31,7 +37,13 @@ def test_refused(changes: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dp_size": 2}, {"nnodes": 2, "node_rank": 1, "tp_size": 2} | MEET]
+    "changes",
+    [
+        {"dp_size": 2},
+        {"tokenizer_worker_num": 2},
+        {"api_key": "x"},
+        {"nnodes": 2, "node_rank": 1, "tp_size": 2} | MEET,
+    ],
 )
 def test_accepted(changes: dict[str, Any]) -> None:
     assert arguments(**changes).speculative_num_draft_tokens == 16
