@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from sglang_dflash.round.captured_models import (
     CapturedTarget,
     CapturedWindowedModel,
 )
-from sglang_dflash.round.capturing import capturing
+from sglang_dflash.round.capturing import captured, capturing, warm_up
 from sglang_dflash.round.costs import Staircase, milliseconds, orderly
 from sglang_dflash.round.fused import fuse_models
 from sglang_dflash.round.opened import Round
@@ -274,22 +275,17 @@ class RoundGraphs:
 
     def _capture_drafts(self, key: Key, stream: torch.cuda.Stream) -> CapturedDrafts:
         read = self._models(key)
-        for _ in range(2):  # as below
-            torch.cuda.synchronize()
-            self._propose(key, read)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self.pool, stream):
-            drafted = self._propose(key, read)
+        graph, drafted = captured(partial(self._propose, key, read), self.pool, stream)
         return CapturedDrafts(read, graph, drafted)
 
     def _capture(self, key: Key, stream: torch.cuda.Stream) -> Captured:
         read = self._models(key)
-        for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
-            torch.cuda.synchronize()
+
+        def whole_round() -> None:
             drafted = self._propose(key, read)
             self._accept(drafted, self._verify(drafted, read))
-        torch.cuda.synchronize()
+
+        warm_up(whole_round)
         first, second, greedy = (torch.cuda.CUDAGraph() for _ in range(3))
         with capturing(first, self.pool, stream):
             drafted = self._propose(key, read)

@@ -27,7 +27,7 @@ from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.block_costs import costs_of_blocks
 from sglang_dflash.round.captured_models import CapturedAdaptedPass, CapturedTarget
-from sglang_dflash.round.capturing import capturing
+from sglang_dflash.round.capturing import captured
 from sglang_dflash.round.choose import likeliest
 from sglang_dflash.round.costs import Costs, Staircase, milliseconds, orderly
 from sglang_dflash.round.graphs import RoundGraphs
@@ -231,13 +231,7 @@ class PromptGraphs:
     def _capture(self, key: Key, stream: torch.cuda.Stream) -> Captured:
         self.inputs.clear(key.rows)
         target = self._target(key)
-        for _ in range(2):  # compiles kernels and sizes workspaces, which a capture may not do
-            torch.cuda.synchronize()
-            self._run(key, target)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self.pool, stream):
-            rows = self._run(key, target)
+        graph, rows = captured(partial(self._run, key, target), self.pool, stream)
         return Captured(graph, rows, target)
 
     def _target(self, key: Key) -> CapturedTarget:
