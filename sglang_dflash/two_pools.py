@@ -32,3 +32,19 @@ def is_sliding(pool: Any, layer_id: int) -> bool:
 def sliding_slots(pool: Any, slots: torch.Tensor) -> torch.Tensor | None:
     """Where sliding layers have the tokens of some slots (both int, [n] and [n] int32); None in a single pool."""
     return pool.translate_loc_from_full_to_swa(slots) if has_two(pool) else None
+
+
+def move_sliding(allocator: Any, given: torch.Tensor, kept: torch.Tensor) -> None:
+    """Tokens behind all windows that were run once more: slots of sliding layers' go over, the others are given back.
+
+    The release puts `given` where the prefix cache had `kept`, and frees that, though requests that decode may read it
+    (github.com/sgl-project/sglang/pull/29352). Both have the K/V of the same tokens.
+
+    Args:
+        allocator: of a pair of pools.
+        given: [n] int64, slots of both pools.
+        kept: [n] int64, slots of the other layers' pool alone.
+    """
+    sliding = allocator.full_to_swa_index_mapping
+    sliding[kept], sliding[given] = sliding[given], 0
+    allocator.free(given)

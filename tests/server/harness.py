@@ -115,6 +115,10 @@ def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:
     common = ["--model-path", str(target), "--port", str(port), "--max-total-tokens", str(tokens)]
     # A scheduler that polls all the time would take a core from the server that is asked.
     common += ["--sleep-on-idle", "--max-running-requests", "16"]
+    if (
+        "--dp-size" not in arguments
+    ):  # the release chooses where ranks meet among clients' ports; replicas need several
+        common += ["--nccl-port", str(free_port())]
     return [*machine, *common, *arguments]
 
 

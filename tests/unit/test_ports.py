@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,12 @@ def test_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", ANOTHER_RUN, str(mine), str(other)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [str(other)]
+
+
+def test_chosen_for_ranks() -> None:
+    """Where they meet is no port that the system gives to a client meanwhile; each replica chooses its own."""
+    given = harness.command(port=harness.free_port())
+    meet = int(given[given.index("--nccl-port") + 1])
+    assert 20000 <= meet < 32000
+    assert meet in [int(Path(mark.name).name) for mark in harness._chosen]
+    assert "--nccl-port" not in harness.command("--dp-size", "2", port=harness.free_port())

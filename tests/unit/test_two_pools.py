@@ -160,6 +160,43 @@ def test_no_slot_is_lost(page_size: int) -> None:
     world.tree_cache.sanity_check()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("decodes", [0, 40])
+def test_a_prefix_that_is_run_once_more(page_size: int, decodes: int) -> None:
+    """Who decodes behind it keeps its slots, though the prefix cache gets K/V of sliding layers again."""
+    world = World(page_size)
+    tree, shared = world.tree_cache, list(range(48))
+    world.finish(world.admit([*shared, 99]))
+    first = world.admit([*shared, *range(50, 98)])
+    read = world.table[first.req_pool_idx, :48].tolist()
+    while (node := tree.swa_lru_list.get_lru_no_lock()) is not None:
+        tree.evict(SimpleNamespace(num_tokens=0, swa_num_tokens=len(node.value)))
+    assert not sliding_slots(world.pool, torch.tensor(read)).any()
+    second = world.admit([*shared, 99, *range(2 * page_size)])
+    for _ in range(decodes // WIDTH):
+        world.round([WIDTH, WIDTH])
+    free = world.slots.full_attn_allocator.free_pages.tolist()
+    assert not {slot // page_size for slot in read} & set(free)
+    assert world.table[second.req_pool_idx, :48].tolist() == read
+    window = sliding_slots(world.pool, torch.tensor(read[-WINDOW:]))
+    assert window.all() and len(set(window.tolist())) == WINDOW
+    for req in (first, second):
+        world.finish(req)
+    assert world.held() == (0, 0)
+    tree.sanity_check()
+
+
+def test_a_prompt_that_fits_the_pages_that_are_left() -> None:
+    """Three tokens more of a prompt take a page at most: it is enough that one is free."""
+    world = World(16)
+    world.slots.alloc(SLIDING - 16)
+    before, after = torch.tensor([16]), torch.tensor([19])
+    slots = world.slots.alloc_extend(before, before, after, after, torch.tensor([31]), 3)
+    assert len(slots) == 3
+    assert sliding_slots(world.pool, slots).all()
+    assert world.slots.swa_available_size() == 0
+
+
 def test_what_windows_have_left_is_freed_together() -> None:
     """Nothing until it is worth it, then of all requests; nothing of the prefix cache, nor of requests that ended."""
     world = World(1)
