@@ -7,7 +7,7 @@ computed like any other, whatever it is part of, one after the other: slow, and 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.fla.chunk_delta_h import CHUNK_SIZE
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_dflash.round.block_rows import BlockRows
 
 
 def hybrid_backend(runner: ModelRunner, full: AttentionBackend) -> HybridLinearAttnBackend:
@@ -49,8 +51,13 @@ def _gated_norm(norm: nn.Module, x: torch.Tensor, gate: torch.Tensor) -> torch.T
 class DeltaNetBackend(MambaAttnBackendBase):
     """Reads and writes states as the release's kernels do, in its pools.
 
-    A block leaves the states of its requests as they are, and writes those after each of its rows beside them.
+    A block leaves the states of its requests as they are, and what its rows read in `block_rows`.
+
+    Attributes:
+        block_rows: of the server's rounds, if it has any.
     """
+
+    block_rows: BlockRows | None = None
 
     def __init__(self, runner: ModelRunner):
         super().__init__(runner)
@@ -86,15 +93,17 @@ class DeltaNetBackend(MambaAttnBackendBase):
         for request, slot in enumerate(self.forward_metadata.mamba_cache_indices.tolist()):
             rows = slice(*bounds[request : request + 2])
             made = delta_net(layer, mixed_qkv[rows], a[rows], b[rows], conv[slot], ssm[slot])
-            output[0, rows], windows, states = made
+            output[0, rows] = made.output
             if forward_batch.forward_mode.is_target_verify():
-                cache.intermediate_conv_window[0][request, : len(windows)] = windows
-                cache.intermediate_ssm[request, : len(states)] = states
+                at = self.req_to_token_pool.mamba_map[layer.layer_id]
+                self.block_rows.kept[at, rows] = mixed_qkv[rows]
+                self.block_rows.convolved[at, rows] = made.convolved
+                self.block_rows.gates[at, rows] = made.gates
                 continue
-            conv[slot], ssm[slot] = windows[-1], states[-1]
+            conv[slot], ssm[slot] = made.windows[-1], made.states[-1]
             if (kept := _kept_row(forward_batch, request)) is not None:
                 to = forward_batch.mamba_track_indices[request]
-                conv[to], ssm[to] = windows[kept], states[kept]
+                conv[to], ssm[to] = made.windows[kept], made.states[kept]
         return output
 
 
@@ -106,6 +115,24 @@ def _kept_row(batch: ForwardBatch, request: int) -> int | None:
     return rows // CHUNK_SIZE * CHUNK_SIZE - 1
 
 
+class Rows(NamedTuple):
+    """Rows of one request behind a layer.
+
+    Attributes:
+        output: [rows, v_heads, v_dim].
+        windows: [rows, q + k + v, kernel - 1], the last inputs of the convolution after each row.
+        states: [rows, v_heads, v_dim, k_dim], after each row.
+        convolved: [rows, q + k + v].
+        gates: [rows, 2, v_heads] float32, what is left of a state at each row, and how much of a value goes in.
+    """
+
+    output: torch.Tensor
+    windows: torch.Tensor
+    states: torch.Tensor
+    convolved: torch.Tensor
+    gates: torch.Tensor
+
+
 def delta_net(
     layer: RadixLinearAttention,
     mixed: torch.Tensor,
@@ -113,7 +140,7 @@ def delta_net(
     b: torch.Tensor,
     window: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Rows:
     """Rows of one request through a layer.
 
     Args:
@@ -121,35 +148,82 @@ def delta_net(
         a, b: [rows, v_heads], of decay and of what is written.
         window: [q + k + v, kernel - 1], the last inputs of the convolution before these rows.
         state: [v_heads, v_dim, k_dim] before these rows.
-
-    Returns:
-        [rows, v_heads, v_dim], and window and state after each row.
     """
     kernel = layer.conv_weights.shape[1]
     inputs = torch.cat([window.to(mixed.dtype).T, mixed])  # [kernel - 1 + rows, channels]
     spans = inputs.unfold(0, kernel, 1)  # [rows, channels, kernel]
     convolved = (spans * layer.conv_weights).sum(-1)
     convolved = silu(convolved if layer.bias is None else convolved + layer.bias).float()
-    q, k, v = convolved.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
-    group = layer.num_v_heads // layer.num_k_heads
-    q, k = (_unit(x.view(len(mixed), layer.num_k_heads, -1), group) for x in (q, k))
-    v, q = v.view(len(mixed), layer.num_v_heads, -1), q * layer.head_k_dim**-0.5
     decay = (-layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float())).exp()
-    written = b.float().sigmoid()
-    outputs, states, current = [], [], state.float()
+    gates = torch.stack([decay, b.float().sigmoid()], 1)
+    q, k, v = _heads(convolved, *state.shape)
+    q = q * layer.head_k_dim**-0.5
+    outputs, states, current = [], [], state
     for row in range(len(mixed)):
-        current = current * decay[row, :, None, None]
-        known = (current * k[row, :, None]).sum(-1)
-        change = (v[row] - known) * written[row, :, None]
-        current = current + change[..., None] * k[row, :, None]
-        outputs.append((current * q[row, :, None]).sum(-1))
+        changed = _change(current.float(), k[row], v[row], gates[row])
+        outputs.append((changed * q[row, :, None]).sum(-1))
         # What the next row reads has the precision of the pool, inside a block and across steps.
-        current = current.to(state.dtype).float()
+        current = changed.to(state.dtype)
         states.append(current)
-    return torch.stack(outputs).to(mixed.dtype), spans[..., 1:], torch.stack(states)
+    output = torch.stack(outputs).to(mixed.dtype)
+    return Rows(output, spans[..., 1:], torch.stack(states), convolved, gates)
 
 
-def _unit(x: torch.Tensor, group: int) -> torch.Tensor:
-    """[rows, k_heads, k_dim] → unit vectors, once for each head of values: [rows, v_heads, k_dim]."""
-    x = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-    return x.repeat_interleave(group, dim=1)
+def bring(
+    states: torch.Tensor,
+    windows: torch.Tensor,
+    kept: torch.Tensor,
+    convolved: torch.Tensor,
+    gates: torch.Tensor,
+    slots: torch.Tensor,
+    begins: torch.Tensor,
+    counts: torch.Tensor,
+    tracked: torch.Tensor | None,
+    tracked_counts: torch.Tensor | None,
+) -> None:
+    """Makes states of all layers those after the rows that count; arguments as `BlockRows.bring` has them."""
+    if tracked is None:
+        tracked, tracked_counts = slots, torch.zeros_like(counts)
+    given = (slots, begins, counts, tracked, tracked_counts)
+    for slot, begin, count, to, on_the_way in zip(*(x.tolist() for x in given), strict=True):
+        rows = slice(begin, begin + count)
+        inputs = torch.cat([windows[:, slot].to(kept.dtype).mT, kept[:, rows]], 1)
+        _, k, v = _heads(convolved[:, rows].float(), *states.shape[2:])
+        current = states[:, slot]
+        for row in range(count):
+            changed = _change(current.float(), k[:, row], v[:, row], gates[:, begin + row])
+            current = changed.to(states.dtype)
+            if row + 1 == on_the_way:
+                states[:, to], windows[:, to] = current, _window(inputs, row + 1, windows)
+        states[:, slot], windows[:, slot] = current, _window(inputs, count, windows)
+
+
+def _window(inputs: torch.Tensor, rows: int, windows: torch.Tensor) -> torch.Tensor:
+    """The last inputs of convolutions after so many rows, of all layers."""
+    return inputs[:, rows : rows + windows.shape[-1]].mT
+
+
+def _change(
+    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """[..., v_heads, v_dim, k_dim] before a row → after it."""
+    decay, written = gates.unbind(-2)
+    state = state * decay[..., None, None]
+    change = (v - (state * k[..., None, :]).sum(-1)) * written[..., None]
+    return state + change[..., None] * k[..., None, :]
+
+
+def _heads(
+    convolved: torch.Tensor, v_heads: int, v_dim: int, k_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., q + k + v] → unit queries and keys, once for each head of values, and values: [..., v_heads, dim] each."""
+    values = v_heads * v_dim
+    keys = (convolved.shape[-1] - values) // 2
+    q, k, v = convolved.split([keys, keys, values], -1)
+    group = v_heads * k_dim // keys
+    q, k = (_unit(x.unflatten(-1, (-1, k_dim))).repeat_interleave(group, -2) for x in (q, k))
+    return q, k, v.unflatten(-1, (v_heads, v_dim))
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

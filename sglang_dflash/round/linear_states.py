@@ -1,8 +1,9 @@
 """States of a target's linear-attention layers, recurrent and of convolutions, brought to the accepted token.
 
 K/V of a rejected row is overwritten, but a state has every row in it that went before. So a pass over blocks leaves the
-states of its requests as they were, and writes those after each row beside them, by place in the batch: this is how the
-release verifies. When it is known how many rows of a request count, those after the last of them become its own.
+states of its requests as they were, and what its rows read beside them (`BlockRows`). When it is known how many rows of
+a request count, its states are made of those. The release writes the states after each row instead, of which a block of
+sixteen has sixteen times as much as a request.
 """
 
 from __future__ import annotations
@@ -13,24 +14,31 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
+from sglang_dflash.round.block_rows import BlockRows
 from sglang_dflash.round.state import RequestState
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class LinearStates:
     """Of all requests, by slots of the release's pool."""
 
-    def __init__(self, pool: HybridReqToTokenPool, state: RequestState, interval: int):
+    def __init__(self, runner: ModelRunner, state: RequestState, interval: int, most_rows: int):
         """
         Args:
+            runner: the target's.
             state: lengths of requests.
             interval: after how many tokens of a request the prefix cache wants its states.
+            most_rows: of a pass over blocks.
         """
-        self._pool, self._state, self._interval = pool, state, interval
-        self._launched = None
+        self._pool = pool = runner.req_to_token_pool
+        self._state, self._interval, self._launched = state, interval, None
+        self._rows = BlockRows.reserve(pool.mamba_pool.mamba_cache, most_rows, runner.dtype)
+        leave_rows(runner.attn_backend.linear_attn_backend, self._rows)
         slots = pool.req_index_to_mamba_index_mapping
         if (missing := state.padding_row + 1 - len(slots)) > 0:
             # Graphs look up what pads a batch, too: slot 0, which the release keeps for that.
@@ -45,7 +53,7 @@ class LinearStates:
             )
         slots, starts = self._pool.get_mamba_indices(rows), self._state.lengths[rows]
         cache = self._pool.mamba_pool.mamba_cache
-        return RoundStates(cache, slots, starts, tracked, self._interval)
+        return RoundStates(cache, self._rows, slots, starts, tracked, self._interval)
 
     def hand_on_in_order(self) -> None:
         """Makes a slot's next owner wait, on the device, for what was launched last.
@@ -75,14 +83,16 @@ class RoundStates:
     """What a round leaves behind, until it is known how much of it counts.
 
     Attributes:
-        cache: the pool's states, and those after each row.
+        cache: the pool's states.
+        block_rows: what the round's rows read.
         slots: [bs] int32, of the requests' own states.
         starts: [bs] int64, tokens that these have seen.
         tracked: [bs] int64, slots of states for the prefix cache; None if it takes a finished request's own.
         interval: see `LinearStates`.
     """
 
-    cache: MambaPool.SpeculativeState
+    cache: MambaPool.State
+    block_rows: BlockRows
     slots: torch.Tensor
     starts: torch.Tensor
     tracked: torch.Tensor | None
@@ -95,42 +105,22 @@ class RoundStates:
             width: rows of the round's blocks.
             tokens: [bs] int64, how many the request took, where it ended before.
         """
-        self._write(self.slots, rows - 1, width)
+        begins = torch.arange(0, len(rows) * width, width, device=rows.device)
         if self.tracked is None:
+            self.block_rows.bring(self.cache, self.slots, begins, rows)
             return
         # The scheduler goes by the same: it takes for granted that nothing is written where it sees no crossing.
         ends = self.starts + (rows if tokens is None else tokens)
         crossed = ends // self.interval != (self.starts + 1) // self.interval
-        last = ends // self.interval * self.interval - self.starts - 1
-        self._write(self.tracked, last.masked_fill(~crossed, -1), width)
-
-    def _write(self, slots: torch.Tensor, steps: torch.Tensor, width: int) -> None:
-        """States after each request's row `steps` ([bs] int64) go to `slots`; none where that is negative."""
-        cache, recurrent = self.cache, self.cache.intermediate_ssm
-        if recurrent.is_cuda:
-            recurrent = as_kernels_write(recurrent, width)
-        pairs = [(cache.temporal, recurrent)]
-        pairs += zip(cache.conv, cache.intermediate_conv_window, strict=True)
-        for states, after_rows in pairs:
-            if states.is_cuda:
-                from sglang.srt.layers.attention.mamba.mamba_state_scatter_triton import (
-                    fused_mamba_state_scatter_with_mask,
-                )
-
-                fused_mamba_state_scatter_with_mask(states, after_rows, slots, steps)
-                continue
-            found = (steps >= 0).nonzero().flatten()
-            states[:, slots[found].long()] = after_rows[:, found, steps[found]]
+        on_the_way = (ends // self.interval * self.interval - self.starts).masked_fill(~crossed, 0)
+        self.block_rows.bring(self.cache, self.slots, begins, rows, self.tracked, on_the_way)
 
 
-def as_kernels_write(after_rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Recurrent states after rows of blocks, which the release's kernel writes without a gap between blocks.
+def leave_rows(backend: MambaAttnBackendBase, rows: BlockRows) -> None:
+    """Has linear attention of passes over blocks leave what it reads in `rows`, and states as they are."""
+    if rows.kept.is_cuda:
+        from sglang_dflash.gpu import delta_nets
 
-    Args:
-        after_rows: [layers, requests, rows of the widest block, ...].
-        width: rows of the blocks; a divisor of the second and third size multiplied.
-
-    Returns:
-        A view of the same, [layers, at least as many requests, width, ...].
-    """
-    return after_rows.flatten(1, 2).unflatten(1, (-1, width))
+        delta_nets.leave_rows(backend, rows)
+    else:
+        backend.block_rows = rows

@@ -74,9 +74,11 @@ class DFlashWorkerBase:
         self.parts = load_parts(server_args, target_worker, ranks)
         self.linear_states = None
         if self.has_linear_attention:
-            pool = target_worker.model_runner.req_to_token_pool
             self.linear_states = LinearStates(
-                pool, self.parts.state, server_args.mamba_track_interval
+                target_worker.model_runner,
+                self.parts.state,
+                server_args.mamba_track_interval,
+                self.parts.max_requests * self.width,
             )
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args

@@ -1,4 +1,4 @@
-"""Targets with linear attention: what their server takes, and the memory for states after each verified row."""
+"""Targets with linear attention: what their server takes, and the memory for what their rows read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.round.block_rows import KERNEL, bytes_of_row
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.mamba_utils import BaseLinearStateParams
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -15,10 +17,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# Of the memory for K/V and states, what states after each verified row may take.
-ROW_STATES_PART = 0.5
-# Requests that run at once unless the user says how many: the release's number for speculation.
-_REQUESTS = 48
+# Requests that run at once unless the user says how many.
+_REQUESTS = 256
 
 
 def choose_strategy(args: ServerArgs, linear: bool) -> None:
@@ -57,8 +57,8 @@ def check_linear_attention(args: ServerArgs) -> None:
     ):
         if (value := getattr(args, field)) not in (None, "triton"):
             raise DFlashError(
-                f"--{field.replace('_', '-')} {value} is not supported with DFLASH, which needs the states after each "
-                "row of a block as Triton's kernels write them: leave it out."
+                f"--{field.replace('_', '-')} {value} is not supported with DFLASH, which verifies blocks of linear "
+                "attention with Triton's kernels: leave it out."
             )
 
 
@@ -103,37 +103,57 @@ def _check_prefix_cache(args: ServerArgs) -> None:
         )
 
 
-def bound_by_row_states(runner: ModelRunner, rest_gib: float) -> None:
-    """Lowers `max_running_requests` until states after each verified row take no more than their part of the memory.
+def reserve_rows(runner: ModelRunner, rest_gib: float) -> float:
+    """Takes what rows of blocks read in layers of linear attention out of the memory for K/V and states.
 
-    Called before the release reserves them, for as many requests as that says.
+    Lowers `max_running_requests` until those of all requests fit beside the requests' states. Called before the release
+    divides the rest among states and K/V.
 
     Args:
         rest_gib: memory for K/V and states, GiB on this rank.
 
+    Returns:
+        What is left, GiB.
+
     Raises:
-        DFlashError: there is no room for one request.
+        DFlashError: there is no room for one request, or no kernel for its convolutions.
     """
-    args = runner.server_args
-    state = runner.mambaish_config.mamba2_cache_params.mamba_cache_per_req
-    each = state * args.speculative_num_draft_tokens
-    budget = rest_gib * ROW_STATES_PART * GIB
-    most = int(budget // each) - 1  # the release keeps one more, for padding
-    asked = args.max_running_requests or _REQUESTS
+    args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
+    _check_kernel(runner, params)
+    width = args.speculative_num_draft_tokens
+    rows = width * bytes_of_row(params, runner.dtype.itemsize)
+    states = params.mamba_cache_per_req * runner._calculate_mamba_ratio()
+    share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
+    budget = rest_gib * GIB * share
+    if args.max_mamba_cache_size is None:
+        most = int(budget // (rows + states))
+    else:
+        most = args.max_mamba_cache_size // runner._calculate_mamba_ratio()
     if most < 1:
         raise DFlashError(
-            f"--speculative-dflash-block-size {args.speculative_num_draft_tokens} needs {2 * each / GIB:.2f} GiB for "
-            f"states of linear attention after each row of one request's block, and {budget / GIB:.2f} GiB are there "
-            "for them: give a smaller block, more --mem-fraction-static or more --tp-size."
+            f"--mamba-full-memory-ratio {args.mamba_full_memory_ratio} leaves {budget / GIB:.2f} GiB for states of "
+            f"linear attention, and one request needs {(rows + states) / GIB:.2f} GiB: give more of it, more "
+            "--mem-fraction-static or more --tp-size."
         )
+    asked = args.max_running_requests or _REQUESTS
     args.max_running_requests = min(asked, most)
     logger.log(
-        logging.WARNING if most < asked else logging.INFO,
-        "DFLASH keeps states of linear attention after each of %d rows, %.1f MiB a request: the %.2f GiB that they may "
-        "take allow %d requests at once, and %d may run. A smaller --speculative-dflash-block-size allows more.",
-        args.speculative_num_draft_tokens,
-        each / (1 << 20),
-        budget / GIB,
+        logging.WARNING if args.max_running_requests < asked else logging.INFO,
+        "DFLASH keeps what linear attention reads in each of %d rows, %.1f MiB a request, beside %.1f MiB of states: "
+        "there is room for %d requests at once, and %d may run. More --mamba-full-memory-ratio allows more.",
+        width,
+        rows / (1 << 20),
+        states / (1 << 20),
         most,
         args.max_running_requests,
     )
+    return rest_gib - args.max_running_requests * rows / GIB
+
+
+def _check_kernel(runner: ModelRunner, params: BaseLinearStateParams) -> None:
+    """Whether there are kernels for the convolutions of a target on a GPU."""
+    if runner.device == "cuda" and (window := params.shape.conv[0][1]) != KERNEL - 1:
+        raise DFlashError(
+            f"{runner.server_args.model_path} has convolutions of {window + 1} rows, and DFLASH knows those of "
+            f"{KERNEL} on a GPU: serve it without --speculative-algorithm DFLASH."
+        )

@@ -73,13 +73,15 @@ class Target:
         layers, latent = SIZES["num_hidden_layers"], attention.v_head_dim
         if is_linear:
             self.states = states_of(text)
-            runner = SimpleNamespace(
+            self.runner = SimpleNamespace(
                 device="cpu",
+                dtype=torch.float32,
                 model=self.model,
                 mambaish_config=text,
                 req_to_token_pool=self.states,
             )
-            self.backend = hybrid_backend(runner, self.backend)
+            self.backend = hybrid_backend(self.runner, self.backend)
+            self.runner.attn_backend = self.backend
             self.pool = HybridLinearKVPool(
                 full_attention_layer_ids=text.full_attention_layer_ids,
                 enable_kvcache_transpose=False,
@@ -141,7 +143,7 @@ class Target:
 
 
 def states_of(config: Any) -> HybridReqToTokenPool:
-    """Slots for states of a few requests, and for those after each of eight rows; the first request has slot 1."""
+    """Slots for states of a few requests; the first request has slot 1."""
     params = Mamba2CacheParams(
         shape=config.mamba2_cache_params.shape,
         layers=config.linear_layer_ids,
@@ -157,7 +159,6 @@ def states_of(config: Any) -> HybridReqToTokenPool:
         cache_params=params,
         mamba_layer_ids=config.linear_layer_ids,
         enable_mamba_extra_buffer=True,
-        speculative_num_draft_tokens=8,
     )
     pool.req_index_to_mamba_index_mapping[:4] = torch.arange(1, 5)
     return pool

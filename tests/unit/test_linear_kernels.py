@@ -1,4 +1,4 @@
-"""What a GPU verifies with, the release's kernels, beside what a CPU does: the same rows, and the states after each."""
+"""What a GPU verifies with beside what a CPU does: the same rows, and the states that are made of them."""
 
 from __future__ import annotations
 
@@ -7,100 +7,190 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import (
-    fused_sigmoid_gating_delta_rule_update,
-)
-from sglang.srt.layers.attention.mamba.causal_conv1d_triton import causal_conv1d_update
-from sglang.srt.layers.attention.mamba.mamba_state_scatter_triton import (
-    _fused_mamba_state_scatter_with_mask_kernel as scatter,
+    fused_sigmoid_gating_delta_rule_update as recurrence,
 )
 
-from sglang_dflash.cpu.linear_attention import delta_net
-from sglang_dflash.round.linear_states import as_kernels_write
+from sglang_dflash.cpu import linear_attention as on_cpu
+from sglang_dflash.gpu import delta_nets
+from sglang_dflash.gpu.kernels import delta_net_rows as kernels
+from sglang_dflash.round.block_rows import BlockRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
-WIDTH, REQUESTS, SLOTS, KERNEL = 5, 3, 6, 4
+LAYERS, SLOTS, ROWS = 2, 9, 24
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 4, 8
-CHANNELS = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+KEYS, VALUES = K_HEADS * K_DIM, V_HEADS * V_DIM
+CHANNELS = 2 * KEYS + VALUES
+# Requests have their own numbers of rows, whether all alike or not; one has none.
+COUNTS = {"blocks": [5, 5, 5], "ragged": [1, 0, 7, 3]}
 
 
-@pytest.mark.parametrize("widest", [WIDTH, 2 * WIDTH])
-def test_blocks(widest: int) -> None:
-    """Also of blocks that are narrower than the server's."""
-    torch.manual_seed(0)
-    layer = SimpleNamespace(
-        conv_weights=torch.randn(CHANNELS, KERNEL, device=DEVICE),
-        bias=None,
-        A_log=torch.randn(V_HEADS, device=DEVICE),
-        dt_bias=torch.randn(V_HEADS, device=DEVICE),
+def layer_of(seed: int, bias: bool) -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(DEVICE)
+
+    return SimpleNamespace(
+        layer_id=10 + seed,
+        conv_weights=random(CHANNELS, 4),
+        bias=random(CHANNELS) if bias else None,
+        A_log=random(V_HEADS),
+        dt_bias=random(V_HEADS),
+        num_q_heads=K_HEADS,
         num_k_heads=K_HEADS,
         num_v_heads=V_HEADS,
+        head_q_dim=K_DIM,
         head_k_dim=K_DIM,
-        q_dim=K_HEADS * K_DIM,
-        k_dim=K_HEADS * K_DIM,
-        v_dim=V_HEADS * V_DIM,
+        head_v_dim=V_DIM,
+        q_dim=KEYS,
+        k_dim=KEYS,
+        v_dim=VALUES,
     )
-    slots = torch.tensor([4, 1, 3], dtype=torch.int32, device=DEVICE)
-    conv = torch.randn(SLOTS, CHANNELS, KERNEL - 1, device=DEVICE)
-    ssm = torch.randn(SLOTS, V_HEADS, V_DIM, K_DIM, device=DEVICE)
-    mixed = torch.randn(REQUESTS * WIDTH, CHANNELS, device=DEVICE)
-    a, b = (torch.randn(REQUESTS * WIDTH, V_HEADS, device=DEVICE) for _ in range(2))
-    places = torch.arange(REQUESTS, dtype=torch.int32, device=DEVICE)
-    # As the release allocates them: one more request than can run.
-    windows = torch.zeros(REQUESTS + 1, widest, CHANNELS, KERNEL - 1, device=DEVICE)
-    states = torch.zeros(REQUESTS + 1, widest, V_HEADS, V_DIM, K_DIM, device=DEVICE)
-
-    convolved = causal_conv1d_update(
-        mixed.view(REQUESTS, WIDTH, -1).transpose(1, 2),
-        conv.clone(),
-        layer.conv_weights,
-        None,
-        "silu",
-        conv_state_indices=slots,
-        intermediate_conv_window=windows,
-        intermediate_state_indices=places,
-    )
-    rows = convolved.transpose(1, 2).reshape(1, REQUESTS * WIDTH, -1)
-    q, k, v = rows.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
-    before = ssm.clone()
-    made = fused_sigmoid_gating_delta_rule_update(
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        q=q.view(1, -1, K_HEADS, K_DIM),
-        k=k.view(1, -1, K_HEADS, K_DIM),
-        v=v.view(1, -1, V_HEADS, V_DIM),
-        a=a,
-        b=b,
-        initial_state_source=ssm,
-        initial_state_indices=slots,
-        cu_seqlens=torch.arange(0, (REQUESTS + 1) * WIDTH, WIDTH, dtype=torch.int32, device=DEVICE),
-        use_qk_l2norm_in_kernel=True,
-        softplus_beta=1.0,
-        softplus_threshold=20.0,
-        disable_state_update=True,
-        intermediate_states_buffer=states,
-        intermediate_state_indices=places,
-        cache_steps=WIDTH,
-    )
-    assert torch.equal(ssm, before)
-    states = as_kernels_write(states[None], WIDTH)[0]
-    for request, slot in enumerate(slots.tolist()):
-        own = slice(request * WIDTH, (request + 1) * WIDTH)
-        expected = delta_net(layer, mixed[own], a[own], b[own], conv[slot], ssm[slot])
-        found = (made.view(-1, V_HEADS, V_DIM)[own], windows[request, :WIDTH], states[request])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bringing_states_to_the_accepted_row() -> None:
-    """Nothing is written where no row counts."""
-    layers, size = 2, 24
-    after_rows = torch.randn(layers, REQUESTS + 1, WIDTH, size, device=DEVICE)
-    states = torch.randn(layers, SLOTS, size, device=DEVICE)
-    slots = torch.tensor([4, 1, 3], dtype=torch.int32, device=DEVICE)
-    steps = torch.tensor([2, -1, 4], dtype=torch.int32, device=DEVICE)
-    expected = states.clone()
-    expected[:, 4], expected[:, 3] = after_rows[:, 0, 2], after_rows[:, 2, 4]
-    sizes = (*after_rows.stride()[:3], *states.stride()[:2], REQUESTS + 1, WIDTH, SLOTS)
-    scatter[REQUESTS, layers, 1](
-        after_rows, states, slots, steps, REQUESTS, size, *sizes, BLOCK_SIZE=32
-    )
-    assert torch.equal(states, expected)
+class World:
+    """States of a few requests, and a backend as a server's, after a pass over rows."""
+
+    def __init__(self, counts: list[int], bias: bool = False, dtype: torch.dtype = torch.float32):
+        torch.manual_seed(0)
+        self.counts, requests = counts, len(counts)
+        self.conv = torch.randn(LAYERS, SLOTS, CHANNELS, 3, device=DEVICE)
+        self.ssm = torch.randn(LAYERS, SLOTS, V_HEADS, V_DIM, K_DIM, device=DEVICE).to(dtype)
+        self.cache = SimpleNamespace(conv=[self.conv], temporal=self.ssm)
+        self.slots = torch.tensor([4, 1, 3, 6][:requests], dtype=torch.int32, device=DEVICE)
+        ends = torch.tensor([0, *counts]).cumsum(0)
+        self.bounds = ends.int().to(DEVICE)
+        self.begins = ends[:-1].to(DEVICE)
+        self.rows = BlockRows.reserve(self.cache, ROWS, torch.float32)
+        self.layers = [layer_of(seed, bias) for seed in range(LAYERS)]
+        self.backend = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(
+                mamba2_layer_cache=lambda id: SimpleNamespace(
+                    conv=[self.conv[id - 10]], temporal=self.ssm[id - 10]
+                ),
+                mamba_map={10: 0, 11: 1},
+            ),
+            forward_metadata=SimpleNamespace(
+                mamba_cache_indices=self.slots, query_start_loc=self.bounds
+            ),
+            forward_extend=lambda **given: given["mixed_qkv"],
+        )
+        delta_nets.leave_rows(self.backend, self.rows)
+        self.given = [
+            [torch.randn(sum(counts), size, device=DEVICE) for size in (CHANNELS, V_HEADS, V_HEADS)]
+            for _ in range(LAYERS)
+        ]
+
+    def run(self, verifies: bool = True) -> list[torch.Tensor]:
+        mode = SimpleNamespace(is_target_verify=lambda: verifies)
+        batch = SimpleNamespace(forward_mode=mode)
+        return [
+            self.backend.forward_extend(
+                layer=layer, forward_batch=batch, mixed_qkv=mixed, a=a, b=b, q=None
+            )
+            for layer, (mixed, a, b) in zip(self.layers, self.given, strict=True)
+        ]
+
+    def expected(self, layer: int, request: int) -> on_cpu.Rows:
+        begin, slot = int(self.bounds[request]), self.slots[request]
+        own = slice(begin, begin + self.counts[request])
+        given = (x[own] for x in self.given[layer])
+        states = self.conv[layer, slot], self.ssm[layer, slot]
+        return on_cpu.delta_net(self.layers[layer], *given, *states)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_rows(counts: list[int], bias: bool) -> None:
+    """They are what a CPU makes of them, and leave states as they are."""
+    world = World(counts, bias)
+    before = world.conv.clone(), world.ssm.clone()
+    outputs = world.run()
+    assert torch.equal(world.conv, before[0])
+    assert torch.equal(world.ssm, before[1])
+    for layer, output in enumerate(outputs):
+        for request, count in enumerate(counts):
+            if not count:
+                continue
+            made, begin = world.expected(layer, request), int(world.bounds[request])
+            own = slice(begin, begin + count)
+            assert_close(output[0, own], made.output)
+            assert torch.equal(world.rows.kept[layer, own], world.given[layer][0][own])
+            assert_close(world.rows.convolved[layer, own], made.convolved)
+            assert_close(world.rows.gates[layer, own], made.gates)
+    assert not world.rows.kept[:, sum(counts) :].any()
+
+
+def test_other_passes_are_the_backends_own() -> None:
+    world = World(COUNTS["blocks"])
+    for made, (mixed, _, _) in zip(world.run(verifies=False), world.given, strict=True):
+        assert made is mixed
+    assert not world.rows.kept.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tracks", [False, True])
+@pytest.mark.parametrize("take", [kernels.bring, on_cpu.bring])
+def test_states_of_what_counts(take, tracks: bool, dtype: torch.dtype) -> None:
+    """Of all layers, after the rows that count and after those on the way; nothing else is written."""
+    world = World(COUNTS["ragged"], dtype=dtype)
+    world.run()
+    counts, on_the_way = [1, 0, 5, 3], [0, 0, 2, 3]
+    if take is on_cpu.bring:  # whose states have the pool's precision after each row
+        dtype = torch.float32
+    tracked = [8, 8, 7, 5]
+    expected = world.conv.clone(), world.ssm.clone()
+    for layer in range(LAYERS):
+        for request, (count, kept) in enumerate(zip(counts, on_the_way, strict=True)):
+            made = world.expected(layer, request) if count else None
+            for rows, slot in (
+                (kept if tracks else 0, tracked[request]),
+                (count, world.slots[request]),
+            ):
+                if rows:
+                    expected[0][layer, slot] = made.windows[rows - 1]
+                    expected[1][layer, slot] = made.states[rows - 1]
+    more = (None, None)
+    if tracks:
+        more = [torch.tensor(x, device=DEVICE) for x in (tracked, on_the_way)]
+    rows, given = world.rows, torch.tensor(counts, device=DEVICE)
+    left = rows.kept, rows.convolved, rows.gates
+    take(world.ssm, world.conv, *left, world.slots, world.begins, given, *more)
+    assert torch.equal(world.conv, expected[0])
+    noise = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(world.ssm, expected[1], rtol=noise, atol=noise)
+
+
+def test_states_are_those_of_steps() -> None:
+    """The release's own kernel of plain decoding, which writes the state after each step."""
+    world = World(COUNTS["blocks"])
+    world.run()
+    steps = world.ssm.clone()
+    for layer in range(LAYERS):
+        _, a, b = world.given[layer]
+        q, k, v = world.rows.convolved[layer, : len(a)].split([KEYS, KEYS, VALUES], -1)
+        net = world.layers[layer]
+        for step in range(4):
+            at = world.begins + step
+            recurrence(
+                A_log=net.A_log,
+                dt_bias=net.dt_bias,
+                softplus_beta=1.0,
+                softplus_threshold=20.0,
+                q=q[at].view(1, -1, K_HEADS, K_DIM),
+                k=k[at].view(1, -1, K_HEADS, K_DIM),
+                v=v[at].view(1, -1, V_HEADS, V_DIM),
+                a=a[at],
+                b=b[at],
+                initial_state_source=steps[layer],
+                initial_state_indices=world.slots,
+                cu_seqlens=torch.arange(len(at) + 1, dtype=torch.int32, device=DEVICE),
+                use_qk_l2norm_in_kernel=True,
+            )
+    counts = torch.full((3,), 4, device=DEVICE)
+    world.rows.bring(world.cache, world.slots, world.begins, counts)
+    assert_close(world.ssm, steps)

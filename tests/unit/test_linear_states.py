@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash.cpu.linear_attention import delta_net
+from sglang_dflash.cpu.linear_attention import bring, delta_net
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.round.linear_states import LinearStates
 from sglang_dflash.round.state import RequestState
@@ -43,6 +43,10 @@ def assert_close(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         assert (one - other).norm() < NOISE * other.norm()
 
 
+def linear_states(target: Target, state: RequestState) -> LinearStates:
+    return LinearStates(target.runner, state, INTERVAL, WIDTH)
+
+
 def prompted(folders: tuple[Path, Path], ids: torch.Tensor) -> Target:
     target = Target(*folders)
     target.run(ids, 0, ForwardMode.EXTEND)
@@ -60,7 +64,7 @@ def test_rounds(folders: tuple[Path, Path], seed: int) -> None:
     req = SimpleNamespace(
         mamba_ping_pong_track_buffer=torch.tensor([TRACKED, 10]), mamba_next_track_idx=0
     )
-    states = LinearStates(target.states, state, INTERVAL)
+    states = linear_states(target, state)
     tracked = 0
     while at < TOKENS - WIDTH:
         state.lengths[row], accepted = at, chance.randint(1, WIDTH)
@@ -80,12 +84,13 @@ def test_rounds(folders: tuple[Path, Path], seed: int) -> None:
 
 
 def test_attention_of_graphs(folders: tuple[Path, Path]) -> None:
-    """What takes the backend's place leaves it linear attention: rows and the states after each are the backend's."""
+    """What takes the backend's place leaves it linear attention: rows and what they read are the backend's."""
     ids = torch.randint(4, SIZES["vocab_size"], (2 * WIDTH,))
     table = 1 + torch.arange(2 * WIDTH, dtype=torch.int32)[None]
     made = []
     for graphed in (False, True):
         target, attention = prompted(folders, ids[:WIDTH]), None
+        linear_states(target, RequestState(4, "cpu"))
         if graphed:
             runner = SimpleNamespace(
                 page_size=1, token_to_kv_pool=target.pool, attention_chunk_size=None
@@ -94,23 +99,26 @@ def test_attention_of_graphs(folders: tuple[Path, Path]) -> None:
                 runner, torch.tensor([2 * WIDTH], dtype=torch.int32), table, WIDTH, True, False
             )
         rows = target.run(ids[WIDTH:], WIDTH, ForwardMode.TARGET_VERIFY, attention)
-        cache = target.states.mamba_pool.mamba_cache
-        windows, states = cache.intermediate_conv_window[0], cache.intermediate_ssm
-        made.append([rows.hidden_states, rows.taps, windows[:, 0], states[:, 0]])
+        left = target.backend.linear_attn_backend.block_rows
+        made.append([rows.hidden_states, rows.taps, left.kept, left.convolved, left.gates])
     assert_close(made[1], made[0])
 
 
 @pytest.mark.parametrize("requests", [4, 40])
 def test_what_pads_a_batch(folders: tuple[Path, Path], requests: int) -> None:
     """Has the states of no request, also where more requests run than there are slots of states."""
-    pool, state = Target(*folders).states, RequestState(requests, "cpu")
+    target, state = Target(*folders), RequestState(requests, "cpu")
+    pool = target.states
     before = pool.req_index_to_mamba_index_mapping.clone()
-    LinearStates(pool, state, INTERVAL)
+    linear_states(target, state)
     assert pool.get_mamba_indices(torch.tensor([state.padding_row])).tolist() == [0]
     assert torch.equal(pool.req_index_to_mamba_index_mapping[: len(before)], before)
 
 
-def test_a_request_that_ends_inside_a_block(folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 2), (6, 6)])
+def test_a_request_that_ends_inside_a_block(
+    folders: tuple[Path, Path], rows: int, tokens: int
+) -> None:
     """Of what the device accepted behind its end, the prefix cache gets nothing."""
     ids = torch.randint(4, SIZES["vocab_size"], (INTERVAL + WIDTH,))
     start = INTERVAL - 3
@@ -119,14 +127,15 @@ def test_a_request_that_ends_inside_a_block(folders: tuple[Path, Path]) -> None:
     req = SimpleNamespace(
         mamba_ping_pong_track_buffer=torch.tensor([TRACKED, 10]), mamba_next_track_idx=0
     )
-    round = LinearStates(target.states, state, INTERVAL).of(row, [req])
+    round = linear_states(target, state).of(row, [req])
     target.run(ids[start : start + WIDTH], start, ForwardMode.TARGET_VERIFY)
-    before = states_at(target, TRACKED)
-    round.keep(torch.tensor([3]), WIDTH, tokens=torch.tensor([2]))
-    assert all(map(torch.equal, states_at(target, TRACKED), before))
-    assert_close(states_at(target, 1), states_at(prompted(folders, ids[:INTERVAL]), 1))
-    round.keep(torch.tensor([6]), WIDTH, tokens=torch.tensor([6]))
-    assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:INTERVAL]), 1))
+    kept = states_at(target, TRACKED)
+    round.keep(torch.tensor([rows]), WIDTH, tokens=torch.tensor([tokens]))
+    assert_close(states_at(target, 1), states_at(prompted(folders, ids[: start + rows]), 1))
+    if start + tokens >= INTERVAL:
+        assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:INTERVAL]), 1))
+    else:
+        assert all(map(torch.equal, states_at(target, TRACKED), kept))
 
 
 def test_states_of_a_lower_precision() -> None:
@@ -146,11 +155,22 @@ def test_states_of_a_lower_precision() -> None:
     )
     mixed, a, b = torch.randn(6, 16), torch.randn(6, 2), torch.randn(6, 2)
     window, state = torch.zeros(16, 3), torch.zeros(2, 4, 4, dtype=torch.bfloat16)
-    whole, windows, states = delta_net(layer, mixed, a, b, window, state)
+    whole = delta_net(layer, mixed, a, b, window, state)
+    pool = torch.zeros(1, 3, *state.shape, dtype=state.dtype)
+    windows = torch.zeros(1, 3, *window.shape)
+    slots, begins, tracked = (torch.tensor([n]) for n in (1, 0, 2))
     for row in range(6):
         one = slice(row, row + 1)
         made = delta_net(layer, mixed[one], a[one], b[one], window, state)
-        window, state = made[1][0], made[2][0].to(torch.bfloat16)
-        torch.testing.assert_close(made[0][0], whole[row])
-    torch.testing.assert_close(window, windows[-1])
-    torch.testing.assert_close(state.float(), states[-1])
+        window, state = made.windows[0], made.states[0]
+        torch.testing.assert_close(made.output[0], whole.output[row])
+        if row == 3:
+            kept = window, state
+    torch.testing.assert_close(window, whole.windows[-1])
+    assert torch.equal(state, whole.states[-1])
+    left = mixed[None], whole.convolved[None], whole.gates[None]
+    counts, on_the_way = torch.tensor([6]), torch.tensor([4])
+    bring(pool, windows, *left, slots, begins, counts, tracked, on_the_way)
+    for slot, expected in ((0, None), (1, (window, state)), (2, kept)):
+        found = windows[0, slot], pool[0, slot]
+        assert all(map(torch.equal, found, expected or map(torch.zeros_like, found)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.pass_sizes import row_sizes
-from sglang_dflash.serving.linear_attention import ROW_STATES_PART, bound_by_row_states
+from sglang_dflash.round.block_rows import BlockRows
+from sglang_dflash.serving.linear_attention import reserve_rows
 from sglang_dflash.serving.memory import (
     GIB,
     draft_memory,
@@ -47,31 +49,61 @@ def test_one_rank(one_rank: None, tmp_path: Path, changes: dict[str, Any]) -> No
     assert planned.kv * (pool.size + pool.page_size) == pool_bytes(pool)
 
 
-def test_states_after_rows(one_rank: None) -> None:
-    """As many requests may run as the release has room for, and not one more."""
+@pytest.mark.parametrize("ratio", [1, 5])
+def test_rows_of_linear_attention(one_rank: None, ratio: int) -> None:
+    """As many requests may run as there is room for beside their states, and not one more."""
     params = Qwen3NextConfig(**DELTA_NETS, num_hidden_layers=6).mamba2_cache_params
-    rest = 400.5 * 8 * params.mamba_cache_per_req
-    args = SimpleNamespace(speculative_num_draft_tokens=8, max_running_requests=1000)
-    config = SimpleNamespace(mamba2_cache_params=params)
-    runner = SimpleNamespace(server_args=args, mambaish_config=config)
-    bound_by_row_states(runner, rest / GIB)
+    args = SimpleNamespace(
+        speculative_num_draft_tokens=8,
+        max_running_requests=1000,
+        max_mamba_cache_size=None,
+        mamba_full_memory_ratio=0.25,
+    )
+    runner = SimpleNamespace(
+        server_args=args,
+        mambaish_config=SimpleNamespace(mamba2_cache_params=params),
+        device="cuda",
+        dtype=torch.bfloat16,
+        _calculate_mamba_ratio=lambda: ratio,
+    )
     pool = MambaPool(
         size=2,
-        spec_state_size=args.max_running_requests,
+        spec_state_size=0,
         cache_params=params,
         mamba_layer_ids=params.layers,
         device="cpu",
-        speculative_num_draft_tokens=8,
     )
-    after_rows = [pool.mamba_cache.intermediate_ssm, *pool.mamba_cache.intermediate_conv_window]
-    taken, budget = sum(tensor.nbytes for tensor in after_rows), rest * ROW_STATES_PART
-    assert taken <= budget < taken + 8 * params.mamba_cache_per_req
-    for asked, may in ((7, 7), (None, 48)):
+    made = BlockRows.reserve(pool.mamba_cache, 8, runner.dtype)
+    rows = sum(getattr(made, field.name).nbytes for field in fields(made))
+    each = rows + ratio * params.mamba_cache_per_req
+    rest = 5 * 400.5 * each / GIB
+    left = reserve_rows(runner, rest)
+    assert args.max_running_requests == 400
+    assert left == pytest.approx(rest - 400 * rows / GIB)
+    for asked, may in ((7, 7), (None, 256)):
         args.max_running_requests = asked
-        bound_by_row_states(runner, rest / GIB)
+        reserve_rows(runner, rest)
         assert args.max_running_requests == may
-    with pytest.raises(DFlashError, match="--speculative-dflash-block-size 8 needs"):
-        bound_by_row_states(runner, 3 * 8 * params.mamba_cache_per_req / GIB)
+    args.max_mamba_cache_size = 30 * ratio + ratio - 1
+    reserve_rows(runner, rest)
+    assert args.max_running_requests == 30
+    args.max_mamba_cache_size = None
+    with pytest.raises(DFlashError, match="^--mamba-full-memory-ratio 0.25 leaves"):
+        reserve_rows(runner, 4 * each / GIB)
+
+
+def test_convolutions_without_kernels(one_rank: None) -> None:
+    sizes = DELTA_NETS | {"linear_conv_kernel_dim": 3}
+    params = Qwen3NextConfig(**sizes, num_hidden_layers=6).mamba2_cache_params
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(model_path="it"),
+        mambaish_config=SimpleNamespace(mamba2_cache_params=params),
+        device="cuda",
+    )
+    with pytest.raises(
+        DFlashError, match="^it has convolutions of 3 rows, and DFLASH knows those of 4"
+    ):
+        reserve_rows(runner, 1.0)
 
 
 def test_ranks_share(tmp_path: Path) -> None:
