@@ -86,7 +86,7 @@ def penalties(capability: int) -> int:
 
 
 def delta_nets(capability: int, dtype: str) -> int:
-    """Compiles what linear attention of Qwen3.5-27B's shape runs, once with every option; the shared memory of the largest."""
+    """Compiles linear attention of Qwen3.5-27B's shape, with every option; the shared memory of the largest."""
     types = dict.fromkeys(("slots_ptr", "bounds_ptr"), "*i32")
     types |= dict.fromkeys(("begins_ptr", "counts_ptr"), "*i64")
     types |= dict.fromkeys(("tracked_ptr", "tracked_counts_ptr"), "*i64")
