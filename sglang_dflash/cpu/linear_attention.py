@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_dflash.round.block_rows import BlockRows
+    from sglang_dflash.block_rows import BlockRows
 
 
 def hybrid_backend(runner: ModelRunner, full: AttentionBackend) -> HybridLinearAttnBackend:
@@ -181,7 +181,7 @@ def bring(
     tracked: torch.Tensor | None,
     tracked_counts: torch.Tensor | None,
 ) -> None:
-    """Makes states of all layers those after the rows that count; arguments as `BlockRows.bring` has them."""
+    """Makes states of all layers those after the rows that count; see `round/linear_states.py`."""
     if tracked is None:
         tracked, tracked_counts = slots, torch.zeros_like(counts)
     given = (slots, begins, counts, tracked, tracked_counts)

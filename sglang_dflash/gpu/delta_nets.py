@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_dflash.round.block_rows import BlockRows
+    from sglang_dflash.block_rows import BlockRows
 
 
 def leave_rows(backend: GDNAttnBackend, rows: BlockRows) -> None:

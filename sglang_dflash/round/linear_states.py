@@ -9,12 +9,14 @@ sixteen has sixteen times as much as a request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-from sglang_dflash.round.block_rows import BlockRows
+from sglang_dflash.block_rows import BlockRows
+from sglang_dflash.cpu import linear_attention
 from sglang_dflash.round.state import RequestState
 
 if TYPE_CHECKING:
@@ -107,13 +109,14 @@ class RoundStates:
         """
         begins = torch.arange(0, len(rows) * width, width, device=rows.device)
         if self.tracked is None:
-            self.block_rows.bring(self.cache, self.slots, begins, rows)
+            bring(self.block_rows, self.cache, self.slots, begins, rows)
             return
         # The scheduler goes by the same: it takes for granted that nothing is written where it sees no crossing.
         ends = self.starts + (rows if tokens is None else tokens)
         crossed = ends // self.interval != (self.starts + 1) // self.interval
         on_the_way = (ends // self.interval * self.interval - self.starts).masked_fill(~crossed, 0)
-        self.block_rows.bring(self.cache, self.slots, begins, rows, self.tracked, on_the_way)
+        given = (self.slots, begins, rows, self.tracked, on_the_way)
+        bring(self.block_rows, self.cache, *given)
 
 
 def leave_rows(backend: MambaAttnBackendBase, rows: BlockRows) -> None:
@@ -124,3 +127,36 @@ def leave_rows(backend: MambaAttnBackendBase, rows: BlockRows) -> None:
         delta_nets.leave_rows(backend, rows)
     else:
         backend.block_rows = rows
+
+
+def bring(
+    rows: BlockRows,
+    cache: MambaPool.State,
+    slots: torch.Tensor,
+    begins: torch.Tensor,
+    counts: torch.Tensor,
+    tracked: torch.Tensor | None = None,
+    on_the_way: torch.Tensor | None = None,
+) -> None:
+    """Makes states those after the rows of each request that count.
+
+    Args:
+        rows: what a pass left.
+        cache: of the pool; its convolutions' windows are [layers, slots, channels, 3].
+        slots: [bs] int32, of the requests' states.
+        begins: [bs] int64, the first row of each.
+        counts: [bs] int64, how many rows count.
+        tracked: [bs] int64, slots for states on the way; None if nobody wants them.
+        on_the_way: [bs] int64, after how many rows, at most `counts`; none where that is 0.
+    """
+    made = linear_attention if rows.kept.device.type == "cpu" else _kernels()
+    left = rows.kept, rows.convolved, rows.gates
+    given = (slots, begins, counts, tracked, on_the_way)
+    made.bring(cache.temporal, cache.conv[0], *left, *given)
+
+
+def _kernels() -> ModuleType:
+    """Triton's, which a CPU does not import."""
+    from sglang_dflash.gpu.kernels import delta_net_rows
+
+    return delta_net_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from sglang_dflash.block_rows import KERNEL, bytes_of_row
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.round.block_rows import KERNEL, bytes_of_row
 
 if TYPE_CHECKING:
     from sglang.srt.configs.mamba_utils import BaseLinearStateParams

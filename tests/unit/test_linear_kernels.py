@@ -10,10 +10,10 @@ from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import (
     fused_sigmoid_gating_delta_rule_update as recurrence,
 )
 
+from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.cpu import linear_attention as on_cpu
 from sglang_dflash.gpu import delta_nets
 from sglang_dflash.gpu.kernels import delta_net_rows as kernels
-from sglang_dflash.round.block_rows import BlockRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 LAYERS, SLOTS, ROWS = 2, 9, 24
@@ -192,5 +192,6 @@ def test_states_are_those_of_steps() -> None:
                 use_qk_l2norm_in_kernel=True,
             )
     counts = torch.full((3,), 4, device=DEVICE)
-    world.rows.bring(world.cache, world.slots, world.begins, counts)
+    left = world.rows.kept, world.rows.convolved, world.rows.gates
+    kernels.bring(world.ssm, world.conv, *left, world.slots, world.begins, counts, None, None)
     assert_close(world.ssm, steps)

@@ -12,10 +12,10 @@ import torch
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.mem_cache.memory_pool import MambaPool
 
+from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.pass_sizes import row_sizes
-from sglang_dflash.round.block_rows import BlockRows
 from sglang_dflash.serving.linear_attention import reserve_rows
 from sglang_dflash.serving.memory import (
     GIB,

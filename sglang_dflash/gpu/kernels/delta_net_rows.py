@@ -278,7 +278,7 @@ def bring(
     tracked: torch.Tensor | None,
     tracked_counts: torch.Tensor | None,
 ) -> None:
-    """Makes states of all layers those after the rows that count; arguments as `BlockRows.bring` has them."""
+    """Makes states of all layers those after the rows that count; see `round/linear_states.py`."""
     layers, rows, channels = kept.shape
     _, _, heads, v_dim, k_dim = states.shape
     k_heads = (channels - heads * v_dim) // (2 * k_dim)

@@ -38,32 +38,6 @@ class BlockRows:
         kept, convolved = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(kept, convolved, gates)
 
-    def bring(
-        self,
-        cache: MambaPool.State,
-        slots: torch.Tensor,
-        begins: torch.Tensor,
-        counts: torch.Tensor,
-        tracked: torch.Tensor | None = None,
-        tracked_counts: torch.Tensor | None = None,
-    ) -> None:
-        """Makes states those after the rows of each request that count.
-
-        Args:
-            cache: of the pool; its convolutions' windows are [layers, slots, channels, 3].
-            slots: [bs] int32, of the requests' states.
-            begins: [bs] int64, the first row of each.
-            counts: [bs] int64, how many rows count.
-            tracked: [bs] int64, slots for the states on the way; None if nobody wants them.
-            tracked_counts: [bs] int64, after how many rows, at most `counts`; none where that is 0.
-        """
-        if self.kept.is_cuda:
-            from sglang_dflash.gpu.kernels.delta_net_rows import bring
-        else:
-            from sglang_dflash.cpu.linear_attention import bring
-        given = (slots, begins, counts, tracked, tracked_counts)
-        bring(cache.temporal, cache.conv[0], self.kept, self.convolved, self.gates, *given)
-
 
 def bytes_of_row(params: BaseLinearStateParams, itemsize: int) -> int:
     """What a row takes in all layers of one rank.
