@@ -89,9 +89,11 @@ class DeltaNetBackend(MambaAttnBackendBase):
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
         conv, ssm = cache.conv[0], cache.temporal
         bounds = self.forward_metadata.query_start_loc.tolist()
-        output = mixed_qkv.new_empty(1, len(mixed_qkv), layer.num_v_heads, layer.head_v_dim)
+        output = mixed_qkv.new_zeros(1, len(mixed_qkv), layer.num_v_heads, layer.head_v_dim)
         for request, slot in enumerate(self.forward_metadata.mamba_cache_indices.tolist()):
             rows = slice(*bounds[request : request + 2])
+            if slot == 0 or rows.start == rows.stop:  # those of nobody only pad the pass
+                continue
             made = delta_net(layer, mixed_qkv[rows], a[rows], b[rows], conv[slot], ssm[slot])
             output[0, rows] = made.output
             if forward_batch.forward_mode.is_target_verify():
@@ -179,13 +181,13 @@ def bring(
     begins: torch.Tensor,
     counts: torch.Tensor,
     tracked: torch.Tensor | None,
-    tracked_counts: torch.Tensor | None,
+    on_the_way: torch.Tensor | None,
 ) -> None:
     """Makes states of all layers those after the rows that count; see `round/linear_states.py`."""
     if tracked is None:
-        tracked, tracked_counts = slots, torch.zeros_like(counts)
-    given = (slots, begins, counts, tracked, tracked_counts)
-    for slot, begin, count, to, on_the_way in zip(*(x.tolist() for x in given), strict=True):
+        tracked, on_the_way = slots, torch.zeros_like(counts)
+    given = (slots, begins, counts, tracked, on_the_way)
+    for slot, begin, count, to, kept_row in zip(*(x.tolist() for x in given), strict=True):
         rows = slice(begin, begin + count)
         inputs = torch.cat([windows[:, slot].to(kept.dtype).mT, kept[:, rows]], 1)
         _, k, v = _heads(convolved[:, rows].float(), *states.shape[2:])
@@ -193,7 +195,7 @@ def bring(
         for row in range(count):
             changed = _change(current.float(), k[:, row], v[:, row], gates[:, begin + row])
             current = changed.to(states.dtype)
-            if row + 1 == on_the_way:
+            if row + 1 == kept_row:
                 states[:, to], windows[:, to] = current, _window(inputs, row + 1, windows)
         states[:, slot], windows[:, slot] = current, _window(inputs, count, windows)
 

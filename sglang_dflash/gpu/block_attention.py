@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,9 +28,11 @@ class BlockAttention(ABC):
 
     Attributes:
         name: as the flag calls it.
+        ends: [bs + 1] int32, where each request's rows begin, and end; None if all have `width` rows.
     """
 
     name: ClassVar[str]
+    ends: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -66,8 +69,12 @@ class BlockAttention(ABC):
         """Takes the place of the backend of a pass over blocks, of which only linear attention stays."""
         self._linear = getattr(batch.attn_backend, "linear_attn_backend", None)
         batch.attn_backend = self
-        if self._linear is not None:
-            self._linear.init_forward_metadata(batch)
+        if self._linear is None:
+            return
+        self._linear.init_forward_metadata(batch)
+        if self.ends is not None:
+            metadata = self._linear.forward_metadata
+            self._linear.forward_metadata = replace(metadata, query_start_loc=self.ends)
 
     def keys_of(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and page table of the pool in which a layer keeps K/V: [bs] and [bs, pages] int32."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 MOST_ROWS = 2048  # of prompts alone
 PROMPT_ROWS = 512  # beside the most blocks that a round has
+LINEAR_ROWS = 256  # of prompts, for targets with linear attention, which runs row after row
 SHORT_TABLE = (
     8192  # keys of a page table that is made in no time; longer contexts have passes of their own
 )
@@ -22,18 +23,19 @@ def dear_sizes(sizes: Iterable[int], width: int) -> list[int]:
     return [size for size in sizes if size * 2 * width > CHEAP_ROWS]
 
 
-def row_sizes(block_rows: int, most: int | None) -> list[int]:
+def row_sizes(block_rows: int, most: int | None, linear: bool = False) -> list[int]:
     """Rows for which a pass is captured: a part of a tile of a matrix product more costs next to nothing.
 
     Args:
         block_rows: the most that a round has.
         most: what the user allows; None or less than 0 for no limit.
+        linear: whether layers of the target have linear attention.
     """
-    end = max(MOST_ROWS, block_rows + PROMPT_ROWS)
+    end = block_rows + LINEAR_ROWS if linear else max(MOST_ROWS, block_rows + PROMPT_ROWS)
     sizes = [
         *range(64, 192, 32),  # where a prompt or two join few requests
         *range(192, 1024, 64),
         *range(1024, 2048, 128),
         *range(2048, end + 1, 256),
     ]
-    return [size for size in sizes if most is None or most < 0 or size <= most]
+    return [size for size in sizes if size <= end and (most is None or most < 0 or size <= most)]

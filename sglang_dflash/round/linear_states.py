@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers.attention.fla.chunk_delta_h import CHUNK_SIZE
 from torch.nn.functional import pad
 
 from sglang_dflash.block_rows import BlockRows
@@ -22,12 +23,16 @@ from sglang_dflash.round.state import RequestState
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.memory_pool import MambaPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class LinearStates:
-    """Of all requests, by slots of the release's pool."""
+    """Of all requests, by slots of the release's pool.
+
+    Attributes:
+        waits: whether a round was launched and what counts of it is not known, so its rows must not be overwritten.
+    """
 
     def __init__(self, runner: ModelRunner, state: RequestState, interval: int, most_rows: int):
         """
@@ -39,6 +44,7 @@ class LinearStates:
         """
         self._pool = pool = runner.req_to_token_pool
         self._state, self._interval, self._launched = state, interval, None
+        self.waits = False
         self._rows = BlockRows.reserve(pool.mamba_pool.mamba_cache, most_rows, runner.dtype)
         leave_rows(runner.attn_backend.linear_attn_backend, self._rows)
         slots = pool.req_index_to_mamba_index_mapping
@@ -54,8 +60,43 @@ class LinearStates:
                 [req.mamba_ping_pong_track_buffer[req.mamba_next_track_idx] for req in reqs]
             )
         slots, starts = self._pool.get_mamba_indices(rows), self._state.lengths[rows]
-        cache = self._pool.mamba_pool.mamba_cache
-        return RoundStates(cache, self._rows, slots, starts, tracked, self._interval)
+        self.waits = True
+        return RoundStates(self, slots, starts, tracked, self._interval)
+
+    def bring(
+        self,
+        slots: torch.Tensor,
+        begins: torch.Tensor,
+        counts: torch.Tensor,
+        tracked: torch.Tensor | None = None,
+        on_the_way: torch.Tensor | None = None,
+    ) -> None:
+        """Makes states those after the rows of each request that count, of what the last pass left.
+
+        Args:
+            slots: [bs] int32, of the requests' states.
+            begins: [bs] int64, the first row of each.
+            counts: [bs] int64, how many rows count.
+            tracked: [bs] int64, slots for states on the way; None if nobody wants them.
+            on_the_way: [bs] int64, after how many rows, at most `counts`; none where that is 0.
+        """
+        rows, cache = self._rows, self._pool.mamba_pool.mamba_cache
+        made = linear_attention if rows.kept.device.type == "cpu" else _kernels()
+        left = rows.kept, rows.convolved, rows.gates
+        given = (slots, begins, counts, tracked, on_the_way)
+        made.bring(cache.temporal, cache.conv[0], *left, *given)
+
+    def bring_prompts(self, batch: ForwardBatch, first: int) -> None:
+        """All rows of prompts count, of which the first was row `first` of the last pass."""
+        slots = self._pool.get_mamba_indices(batch.req_pool_indices)
+        given = (slots, batch.extend_start_loc + first, batch.extend_seq_lens)
+        if batch.mamba_track_mask is None:
+            self.bring(*given)
+            return
+        # The release tells an end that is one token behind the chunk where it does not want the last one.
+        behind = batch.mamba_track_seqlens - batch.extend_prefix_lens
+        on_the_way = (behind // CHUNK_SIZE * CHUNK_SIZE).masked_fill(~batch.mamba_track_mask, 0)
+        self.bring(*given, batch.mamba_track_indices, on_the_way)
 
     def hand_on_in_order(self) -> None:
         """Makes a slot's next owner wait, on the device, for what was launched last.
@@ -85,38 +126,44 @@ class RoundStates:
     """What a round leaves behind, until it is known how much of it counts.
 
     Attributes:
-        cache: the pool's states.
-        block_rows: what the round's rows read.
+        owner: has what the round's rows read.
         slots: [bs] int32, of the requests' own states.
         starts: [bs] int64, tokens that these have seen.
         tracked: [bs] int64, slots of states for the prefix cache; None if it takes a finished request's own.
         interval: see `LinearStates`.
     """
 
-    cache: MambaPool.State
-    block_rows: BlockRows
+    owner: LinearStates
     slots: torch.Tensor
     starts: torch.Tensor
     tracked: torch.Tensor | None
     interval: int
 
-    def keep(self, rows: torch.Tensor, width: int, tokens: torch.Tensor | None = None) -> None:
+    def keep(
+        self,
+        rows: torch.Tensor,
+        width: int,
+        tokens: torch.Tensor | None = None,
+        begins: torch.Tensor | None = None,
+    ) -> None:
         """Makes states those after the first `rows` ([bs] int64, at least one) of each request.
 
         Args:
             width: rows of the round's blocks.
             tokens: [bs] int64, how many the request took, where it ended before.
+            begins: [bs] int64, where its rows begin; None if all rows of all blocks were verified.
         """
-        begins = torch.arange(0, len(rows) * width, width, device=rows.device)
+        self.owner.waits = False
+        if begins is None:
+            begins = torch.arange(0, len(rows) * width, width, device=rows.device)
         if self.tracked is None:
-            bring(self.block_rows, self.cache, self.slots, begins, rows)
+            self.owner.bring(self.slots, begins, rows)
             return
         # The scheduler goes by the same: it takes for granted that nothing is written where it sees no crossing.
         ends = self.starts + (rows if tokens is None else tokens)
         crossed = ends // self.interval != (self.starts + 1) // self.interval
         on_the_way = (ends // self.interval * self.interval - self.starts).masked_fill(~crossed, 0)
-        given = (self.slots, begins, rows, self.tracked, on_the_way)
-        bring(self.block_rows, self.cache, *given)
+        self.owner.bring(self.slots, begins, rows, self.tracked, on_the_way)
 
 
 def leave_rows(backend: MambaAttnBackendBase, rows: BlockRows) -> None:
@@ -129,34 +176,8 @@ def leave_rows(backend: MambaAttnBackendBase, rows: BlockRows) -> None:
         backend.block_rows = rows
 
 
-def bring(
-    rows: BlockRows,
-    cache: MambaPool.State,
-    slots: torch.Tensor,
-    begins: torch.Tensor,
-    counts: torch.Tensor,
-    tracked: torch.Tensor | None = None,
-    on_the_way: torch.Tensor | None = None,
-) -> None:
-    """Makes states those after the rows of each request that count.
-
-    Args:
-        rows: what a pass left.
-        cache: of the pool; its convolutions' windows are [layers, slots, channels, 3].
-        slots: [bs] int32, of the requests' states.
-        begins: [bs] int64, the first row of each.
-        counts: [bs] int64, how many rows count.
-        tracked: [bs] int64, slots for states on the way; None if nobody wants them.
-        on_the_way: [bs] int64, after how many rows, at most `counts`; none where that is 0.
-    """
-    made = linear_attention if rows.kept.device.type == "cpu" else _kernels()
-    left = rows.kept, rows.convolved, rows.gates
-    given = (slots, begins, counts, tracked, on_the_way)
-    made.bring(cache.temporal, cache.conv[0], *left, *given)
-
-
 def _kernels() -> ModuleType:
     """Triton's, which a CPU does not import."""
-    from sglang_dflash.gpu.kernels import delta_net_rows
+    from sglang_dflash.gpu.kernels import delta_net_states
 
-    return delta_net_rows
+    return delta_net_states

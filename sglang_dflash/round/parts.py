@@ -15,8 +15,10 @@ from sglang_dflash.drawing.penalties import Penalties
 from sglang_dflash.round.adapters import Adapters
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.draft_window import DraftWindow, WindowedModel
+from sglang_dflash.round.linear_states import LinearStates
 from sglang_dflash.round.startup_check import check_draft_model
 from sglang_dflash.round.state import RequestState
+from sglang_dflash.serving.linear_attention import rows_of_linear_attention
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -33,6 +35,7 @@ class Parts:
         window: what the draft model sees of long contexts; None for all.
         req_to_token: [rows, columns] int32, the slots of each request.
         adapters: LoRA adapters of the target; None if the server has none.
+        linear_states: of the target's layers that keep states instead of K/V; None if it has none.
         max_requests: how many run at once.
         context_len: how many positions a request can have.
     """
@@ -45,6 +48,7 @@ class Parts:
     window: DraftWindow | None
     req_to_token: torch.Tensor
     adapters: Adapters | None
+    linear_states: LinearStates | None
     max_requests: int
     context_len: int
 
@@ -73,10 +77,15 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
         scale=model.logits_processor.processor.logit_scale,
     )
     check_draft_model(runner, vocabulary, width)
+    state = RequestState(pool.size, pool.req_to_token.device, target.runner.model_is_mrope)
+    linear_states, requests = None, target_worker.max_running_requests
+    if target.runner.mambaish_config is not None:
+        rows = rows_of_linear_attention(server_args, requests)
+        linear_states = LinearStates(target.runner, state, server_args.mamba_track_interval, rows)
     return Parts(
         draft=WindowedModel(runner, window) if window else BlockModel(runner),
         target=target,
-        state=RequestState(pool.size, pool.req_to_token.device, target.runner.model_is_mrope),
+        state=state,
         penalties=Penalties(
             pool.size, target_worker.model_config.vocab_size, pool.req_to_token.device
         ),
@@ -84,6 +93,7 @@ def load_parts(server_args: ServerArgs, target_worker: TpModelWorker, ranks: dic
         window=window,
         req_to_token=pool.req_to_token,
         adapters=Adapters(target.runner) if server_args.enable_lora else None,
-        max_requests=target_worker.max_running_requests,
+        linear_states=linear_states,
+        max_requests=requests,
         context_len=target_worker.model_config.context_len,
     )

@@ -139,8 +139,11 @@ class PromptGraphs:
         )
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a pass was captured for prompts."""
-        return self.computes(batch) and self.holds(len(batch.input_ids), batch.batch_size)
+        """Whether a pass was captured for prompts, and they do not overwrite what a round still needs."""
+        states = self.parts.linear_states
+        free = states is None or not states.waits or self._blocks is not None
+        holds = self.holds(len(batch.input_ids), batch.batch_size)
+        return free and holds and self.computes(batch)
 
     def replay(self, batch: ForwardBatch, **kwargs: Any) -> LogitsProcessorOutput:
         """What the model gives for prompts; their taps are context already."""
@@ -150,6 +153,8 @@ class PromptGraphs:
         if blocks is not None:
             first, longest = blocks.rows, max(longest, blocks.longest)
         rows = self._pass(first + prompt_rows, longest, blocks, batch)
+        if self.parts.linear_states is not None:
+            self.parts.linear_states.bring_prompts(batch, first)
         hidden = self._hidden[first : first + prompt_rows]
         self._last = None if blocks is None else rows
         return rows.head.after_prompts(batch, hidden, rows.lm_head)
@@ -294,15 +299,19 @@ def _has_pictures(batch: ForwardBatch | ModelWorkerBatch) -> bool:
 
 
 def sizes_of_prompts(
-    args: ServerArgs, attention: type[BlockAttention], block_rows: int
+    args: ServerArgs, attention: type[BlockAttention], block_rows: int, linear: bool
 ) -> list[int]:
     """Rows of the passes that are to be captured; none if the user wants none, or answers that they would change.
 
     Args:
         attention: of the target's blocks.
         block_rows: the most that a round has.
+        linear: whether layers of the target have linear attention, of which the release computes prompts otherwise.
     """
     prefill_backend, _ = args.get_attention_backends()
-    if not prompts_in_graphs(attention, prefill_backend, is_batch_invariant_mode_enabled()):
+    deterministic = is_batch_invariant_mode_enabled()
+    if not prompts_in_graphs(attention, prefill_backend, deterministic) or (
+        linear and deterministic
+    ):
         return []
-    return row_sizes(block_rows, args.piecewise_cuda_graph_max_tokens)
+    return row_sizes(block_rows, args.piecewise_cuda_graph_max_tokens, linear)

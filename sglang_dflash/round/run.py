@@ -54,12 +54,14 @@ class RoundResult:
         fell_back: why it was not replayed from a graph; None if it was, or if none are captured.
         expected: what was expected of its drafts, [bs, width - 1] float32 as in `Estimate`, and behind it how many
             rows of each request it verified, on their way to the host; None if nobody asks or nothing was drafted.
+        begins: [bs] int64, where rows of each request begin; None if all rows of all blocks were verified.
     """
 
     accepted: Accepted
     output: LogitsProcessorOutput | None = None
     fell_back: str | None = None
     expected: OnItsWay | None = None
+    begins: torch.Tensor | None = None
 
 
 # Launches what is left of a round.
@@ -241,11 +243,12 @@ class RoundRunner:
         """The result of a round, of which the next ones have learned what drafts are worth."""
         accepted, output = accept_blocks(self.parts, blocks, sampling)
         estimate, ragged = proposed.estimate, blocks.ragged
+        begins = None if ragged is None else ragged.begins
         if estimate is None:
-            return RoundResult(accepted, output)
+            return RoundResult(accepted, output, begins=begins)
         rows = proposed.round.width if ragged is None else ragged.counts
         told = self.survival.learn(estimate, rows, accepted.lengths)
-        return RoundResult(accepted, output, expected=OnItsWay(told))
+        return RoundResult(accepted, output, expected=OnItsWay(told), begins=begins)
 
 
 def _told(accepted: Accepted, expected: torch.Tensor | None) -> RoundResult:
@@ -293,10 +296,10 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         logger.warning("DFLASH runs without CUDA graphs, %s.", why)
         return RoundRunner(parts)
     sizes = sizes_to_capture(server_args.cuda_graph_bs, parts.max_requests)
-    passes = sizes_of_prompts(server_args, attention.target, sizes[-1] * max(widths))
+    linear = parts.linear_states is not None
+    passes = sizes_of_prompts(server_args, attention.target, sizes[-1] * max(widths), linear)
     survival, adapted_widths, narrow = None, widths, []
     # With deterministic inference, rounds of one row are not computed as blocks are.
-    linear = parts.target.runner.mambaish_config is not None
     chosen = passes or (linear and not is_batch_invariant_mode_enabled())
     if server_args.speculative_dflash_verify == AUTO and chosen:
         survival = Survival(server_args.speculative_num_draft_tokens - 1, parts.req_to_token.device)

@@ -18,7 +18,7 @@ from sglang_dflash.drafter.set_aside import SetAside, clean_pools
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.adapter_buffers import has_adapters
-from sglang_dflash.round.linear_states import LinearStates, RoundStates
+from sglang_dflash.round.linear_states import RoundStates
 from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
@@ -72,14 +72,7 @@ class DFlashWorkerBase:
         self.width = server_args.speculative_num_draft_tokens
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
-        self.linear_states = None
-        if self.has_linear_attention:
-            self.linear_states = LinearStates(
-                target_worker.model_runner,
-                self.parts.state,
-                server_args.mamba_track_interval,
-                self.parts.max_requests * self.width,
-            )
+        self.linear_states = self.parts.linear_states
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args
         self.planner = planner(self.width, widths(server_args), self._costs())

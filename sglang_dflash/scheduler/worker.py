@@ -40,7 +40,8 @@ class DFlashWorker(DFlashWorkerBase):
                 rows_run(req, len(tokens)) for req, tokens in zip(batch.reqs, taken, strict=True)
             ]
             rows, counted = torch.tensor([ran, [len(tokens) for tokens in taken]])
-            states.keep(rows.to(batch.device), tokens.shape[1], counted.to(batch.device))
+            rows, counted = rows.to(batch.device), counted.to(batch.device)
+            states.keep(rows, tokens.shape[1], counted, result.begins)
         self._advance(batch, accepted.lengths, lengths)
         committed = [token for tokens in taken for token in tokens]
         return GenerationBatchResult(

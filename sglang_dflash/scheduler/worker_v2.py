@@ -105,7 +105,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
         """What a round gives, filled in."""
         result = finish()
         if states is not None:
-            states.keep(result.accepted.lengths, result.accepted.tokens.shape[1])
+            accepted = result.accepted
+            states.keep(accepted.lengths, accepted.tokens.shape[1], begins=result.begins)
         self.note_launched()
         launched.logits_output = result.output or LogitsProcessorOutput(next_token_logits=None)
         launched.next_token_ids = result.accepted.tokens.flatten()

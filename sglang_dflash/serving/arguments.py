@@ -106,8 +106,6 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     args.speculative_num_steps = args.speculative_num_draft_tokens - 1
     args.disable_piecewise_cuda_graph = True
     linear = has_linear_attention(args.get_model_config())
-    if linear:
-        args.piecewise_cuda_graph_max_tokens = 0  # graphs of prompts know no states
     choose_strategy(args, linear)
     if linear:
         check_linear_attention(args)

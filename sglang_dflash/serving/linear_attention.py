@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_dflash.block_rows import KERNEL, bytes_of_row
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.pass_sizes import LINEAR_ROWS
 
 if TYPE_CHECKING:
     from sglang.srt.configs.mamba_utils import BaseLinearStateParams
@@ -120,8 +121,9 @@ def reserve_rows(runner: ModelRunner, rest_gib: float) -> float:
     """
     args, params = runner.server_args, runner.mambaish_config.mamba2_cache_params
     _check_kernel(runner, params)
-    width = args.speculative_num_draft_tokens
-    rows = width * bytes_of_row(params, runner.dtype.itemsize)
+    width, row = args.speculative_num_draft_tokens, bytes_of_row(params, runner.dtype.itemsize)
+    rest_gib -= rows_of_linear_attention(args, 0) * row / GIB
+    rows = width * row
     states = params.mamba_cache_per_req * runner._calculate_mamba_ratio()
     share = args.mamba_full_memory_ratio / (1 + args.mamba_full_memory_ratio)
     budget = rest_gib * GIB * share
@@ -148,6 +150,11 @@ def reserve_rows(runner: ModelRunner, rest_gib: float) -> float:
         args.max_running_requests,
     )
     return rest_gib - args.max_running_requests * rows / GIB
+
+
+def rows_of_linear_attention(args: ServerArgs, requests: int) -> int:
+    """The most that a pass over blocks of so many requests has, and prompts beside them."""
+    return requests * args.speculative_num_draft_tokens + LINEAR_ROWS
 
 
 def _check_kernel(runner: ModelRunner, params: BaseLinearStateParams) -> None:

@@ -104,7 +104,7 @@ def round_buffers(
     kernels that are loaded for them come on top.
 
     Args:
-        linear: whether layers of the target have linear attention, so that no passes over prompts are captured.
+        linear: whether layers of the target have linear attention.
     """
     if args.device != "cuda" or args.disable_cuda_graph:
         return 0
@@ -114,9 +114,11 @@ def round_buffers(
     logits = -(-vocab_size // args.tp_size)
     taps = 2 * len(config.taps) * config.target_hidden_size
     # Those of bonus tokens alone, and of the target with its LoRA layers, too.
-    kinds = 1 + auto + bool(args.enable_lora) + linear * len(narrow)
+    passes = row_sizes(rows, args.piecewise_cuda_graph_max_tokens, linear)
+    # Without passes over rows of any numbers, all of narrower blocks are verified instead.
+    narrow_rounds = len(narrow) if linear and not passes else 0
+    kinds = 1 + auto + bool(args.enable_lora) + narrow_rounds
     rounds = _GRAPHS + kinds * len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
-    passes = [] if linear else row_sizes(rows, args.piecewise_cuda_graph_max_tokens)
     if not passes:
         return rounds
     rounds += sum(len(dear_sizes(buckets, width)) for width in narrow) * _DRAFTS

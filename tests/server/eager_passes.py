@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -60,11 +61,11 @@ class SideBySideAttention(BlockAttention):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        layer: RadixAttention | RadixLinearAttention | None = None,
+        forward_batch: ForwardBatch | None = None,
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -224,17 +225,17 @@ class EagerPasses(PromptGraphs):
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
     """Stands for `sglang_dflash.round.run.capture`."""
     survival, narrow = None, []
-    hybrid = parts.target.runner.mambaish_config is not None
+    most, block_rows = server_args.piecewise_cuda_graph_max_tokens, parts.max_requests * max(widths)
+    sizes = row_sizes(block_rows, most, parts.linear_states is not None)
     if server_args.speculative_dflash_verify == AUTO:
         survival = Survival(max(widths) - 1, "cpu")
         parts.draft.runner.model.tells_margins = True
         narrow = narrower(max(widths))
-        widths = [1, *narrow, *widths] if hybrid else [1, *widths]
-    rounds = EagerRounds(parts, widths, survival, [] if hybrid else narrow)
-    if hybrid:
+        widths = [1, *widths] if sizes else [1, *narrow, *widths]
+    rounds = EagerRounds(parts, widths, survival, narrow if sizes else [])
+    if not sizes:
         return RoundRunner(parts, rounds)
-    most = server_args.piecewise_cuda_graph_max_tokens
-    passes = EagerPasses(parts, rounds, row_sizes(parts.max_requests * max(widths), most))
+    passes = EagerPasses(parts, rounds, sizes)
     if parts.adapters is not None:
         requests = passes.inputs.most + 1
         parts.adapters.buffers = EagerBuffers(parts.adapters.manager, requests, "cpu")

@@ -40,7 +40,7 @@ WAYS = [(worker, *LAUNCHER) for worker in CHOSEN_WORKERS] + [(CHOSEN_WORKERS[-1]
     DEVICE == "cpu"
 )
 FIRST = ("Gemma 3 (text)", "Granite")
-CAPTURED = (*FIRST, "DeepSeek-V3")
+CAPTURED = (*FIRST, "DeepSeek-V3", "Qwen3-Next")
 OTHERS = in_long(*(name for name in ARCHITECTURES if name not in FIRST))
 # Config and model class of transformers.
 REFUSED = {
@@ -232,7 +232,7 @@ def check_media(
         expected = [ask(plain, *request)[0] for request in asked]
     assert len(set(map(str, expected))) == len(asked), "what changes nothing tells nothing"
     given = (*arguments, "--speculative-draft-model-path", str(drafter), *PICTURED)
-    for worker, launcher, *more in WAYS[: len(CHOSEN_WORKERS)] if name in LINEAR else WAYS:
+    for worker, launcher, *more in WAYS:
         file, (states, variables) = (
             logs / f"{log}-{worker}-{launcher}.log",
             own_flags(name, worker),

@@ -180,16 +180,24 @@ def test_without_prefix_cache(start, longer, worker: str) -> None:
         server.check_idle()
 
 
+# Rows of the largest pass over requests that have different numbers of them; the plans of rounds with and without.
+PASSES = {"160": ("whole", "narrow", "ragged", "plain"), "0": ("whole", "narrow", "plain")}
+
+
+@pytest.mark.parametrize("most", PASSES)
 @pytest.mark.parametrize("worker", [CHOSEN_WORKERS[-1], *in_long(*CHOSEN_WORKERS[:-1])])
-def test_widths_that_pay(worker: str, start, longer) -> None:
-    """Rounds of whole blocks, of narrower ones, and that draft nothing; as graphs run them."""
-    given = (*STRATEGIES[worker], "--enable-metrics")
+def test_rows_that_pay(worker: str, most: str, start, longer) -> None:
+    """As graphs run them; with passes for it prompts ride in rounds, too, and leave the prefix cache their states."""
+    given = (*STRATEGIES[worker], "--enable-metrics", "--piecewise-cuda-graph-max-tokens", most)
     passes = {"launcher": ("tests.server.eager_passes",), "SGLANG_DFLASH_RANDOM_ROWS": "1"}
-    with start("widths", *given, worker=worker, **passes) as server:
+    with start(f"rows-{most}", *given, worker=worker, **passes) as server:
         check(server, longer[: len(PROMPTS)], 1)
+        check(server, longer, 8)
+        abort_all(server)
         check(server, longer, 8)
         seen = counted(server)
         server.check_idle()
-    for plan in ("whole", "narrow", "plain"):
+    for plan in PASSES[most]:
         assert seen["planned_rounds_total", plan] > 20, plan
     assert not seen["fallbacks_total", "no_graph"]
+    assert (seen["prompt_rows_total", "in_rounds"] > 200) == (most != "0")

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_dflash.gpu.kernels import delta_net_rows, side_by_side, tile_plan
+from sglang_dflash.gpu.kernels import delta_net_rows, delta_net_states, side_by_side, tile_plan
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
 from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
 from sglang_dflash.gpu.kernels.penalties import END, PRESENT, _count, _penalize
@@ -89,7 +89,7 @@ def delta_nets(capability: int, dtype: str) -> int:
     """Compiles linear attention of Qwen3.5-27B's shape, with every option; the shared memory of the largest."""
     types = dict.fromkeys(("slots_ptr", "bounds_ptr"), "*i32")
     types |= dict.fromkeys(("begins_ptr", "counts_ptr"), "*i64")
-    types |= dict.fromkeys(("tracked_ptr", "tracked_counts_ptr"), "*i64")
+    types |= dict.fromkeys(("tracked_ptr", "on_the_way_ptr"), "*i64")
     floats = ("gates_ptr", "states_ptr", "rate_ptr", "dt_bias_ptr")
     numbers = ("mixed_ptr", "a_ptr", "b_ptr", "windows_ptr", "weight_ptr", "bias_ptr")
     numbers += ("kept_ptr", "convolved_ptr")
@@ -99,14 +99,18 @@ def delta_nets(capability: int, dtype: str) -> int:
     channels, block = dict(CHANNELS=10_240), dict(BLOCK=256)
     first = channels | block | dict(HEADS=48, HEADS_POW2=64, BIAS=True, PARTS=40)
     heads = dict(K_HEADS=16, V_HEADS=48, K_DIM=128, V_DIM=128, K_POW2=128, V_BLOCK=32)
-    made = [compiled(delta_net_rows._convolve, capability, first, types, 2)]
+    types |= {"out_ptr": f"*{dtype}", "scale": "fp32"}
+    made = [
+        compiled(delta_net_rows._convolve, capability, first, types, 2),
+        compiled(delta_net_rows._recur, capability, channels | heads, types, 1),
+    ]
     for track in (
         {"TRACK": True},
-        {"TRACK": False, "tracked_ptr": None, "tracked_counts_ptr": None},
+        {"TRACK": False, "tracked_ptr": None, "on_the_way_ptr": None},
     ):
         states, windows = channels | heads | track, channels | block | track
-        made.append(compiled(delta_net_rows._bring_states, capability, states, types, 1))
-        made.append(compiled(delta_net_rows._bring_windows, capability, windows, types, 2))
+        made.append(compiled(delta_net_states._bring_states, capability, states, types, 1))
+        made.append(compiled(delta_net_states._bring_windows, capability, windows, types, 2))
     return max(each.metadata.shared for each in made)
 
 

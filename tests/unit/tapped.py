@@ -29,8 +29,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 from sglang.srt.models.registry import ModelRegistry
 
+from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.cpu.linear_attention import hybrid_backend
 from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.round.linear_states import leave_rows
 from sglang_dflash.round.target import tap_target
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 from tests.unit.decoders import SIZES
@@ -82,6 +84,9 @@ class Target:
             )
             self.backend = hybrid_backend(self.runner, self.backend)
             self.runner.attn_backend = self.backend
+            cache = self.states.mamba_pool.mamba_cache
+            rows = BlockRows.reserve(cache, shape["size"], torch.float32)
+            leave_rows(self.backend.linear_attn_backend, rows)
             self.pool = HybridLinearKVPool(
                 full_attention_layer_ids=text.full_attention_layer_ids,
                 enable_kvcache_transpose=False,

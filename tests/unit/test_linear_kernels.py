@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import (
 from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.cpu import linear_attention as on_cpu
 from sglang_dflash.gpu import delta_nets
-from sglang_dflash.gpu.kernels import delta_net_rows as kernels
+from sglang_dflash.gpu.kernels import delta_net_states as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 LAYERS, SLOTS, ROWS = 2, 9, 24
@@ -123,6 +123,19 @@ def test_rows(counts: list[int], bias: bool) -> None:
             assert_close(world.rows.convolved[layer, own], made.convolved)
             assert_close(world.rows.gates[layer, own], made.gates)
     assert not world.rows.kept[:, sum(counts) :].any()
+
+
+def test_rows_that_only_pad() -> None:
+    """They are nobody's, so they are zeros, and nothing is computed for them."""
+    world = World(COUNTS["ragged"])
+    world.slots[2] = 0
+    before, padding = world.ssm.clone(), slice(*world.bounds[2:4].tolist())
+    for layer, output in enumerate(world.run()):
+        assert not output[0, padding].any()
+        assert not world.rows.convolved[layer, padding].any()
+        assert output[0, padding.stop :].any()
+        assert_close(output[0, padding.stop :], world.expected(layer, 3).output)
+    assert torch.equal(world.ssm, before)
 
 
 def test_other_passes_are_the_backends_own() -> None:

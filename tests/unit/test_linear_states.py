@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dflash.cpu.linear_attention import bring, delta_net
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.round.linear_states import LinearStates
+from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.round.state import RequestState
 from tests.unit.decoders import MASK, SIZES, write_target
 from tests.unit.drafters import TARGET, save_random, speculators_config, zlab_config
@@ -136,6 +137,61 @@ def test_a_request_that_ends_inside_a_block(
         assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:INTERVAL]), 1))
     else:
         assert all(map(torch.equal, states_at(target, TRACKED), kept))
+
+
+@pytest.mark.parametrize("tracks", [False, True])
+def test_prompts_beside_blocks(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tracks: bool
+) -> None:
+    """All rows of a prompt count, and the prefix cache gets states of its last whole chunk that it wants."""
+    monkeypatch.setattr("sglang_dflash.round.linear_states.CHUNK_SIZE", 8)
+    ids = torch.randint(4, SIZES["vocab_size"], (40,))
+    target, state = prompted(folders, ids[:10]), RequestState(4, "cpu")
+    states = LinearStates(target.runner, state, INTERVAL, 64)
+    target.run(ids[10:], 10, ForwardMode.TARGET_VERIFY)
+    kept = states_at(target, TRACKED)
+    # Behind a block of five rows, of another request.
+    for name in ("kept", "convolved", "gates"):
+        left = getattr(target.backend.linear_attn_backend.block_rows, name)
+        left.copy_(left.roll(5, 1))
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor([0]),
+        extend_start_loc=torch.tensor([0]),
+        extend_seq_lens=torch.tensor([30]),
+        extend_prefix_lens=torch.tensor([10]),
+        mamba_track_mask=torch.tensor([tracks]),
+        mamba_track_seqlens=torch.tensor([10 + 17 if tracks else -1]),
+        mamba_track_indices=torch.tensor([TRACKED]),
+    )
+    states.bring_prompts(batch, first=5)
+    assert_close(states_at(target, 1), states_at(prompted(folders, ids), 1))
+    if tracks:
+        assert_close(states_at(target, TRACKED), states_at(prompted(folders, ids[:26]), 1))
+    else:
+        assert all(map(torch.equal, states_at(target, TRACKED), kept))
+
+
+def test_rows_that_a_round_needs(folders: tuple[Path, Path]) -> None:
+    """A pass over prompts alone would overwrite them until it is known how many count."""
+    target, state, row = Target(*folders), RequestState(4, "cpu"), torch.tensor([0])
+    states = linear_states(target, state)
+    graphs = SimpleNamespace(
+        parts=SimpleNamespace(linear_states=states),
+        holds=lambda rows, requests: True,
+        computes=lambda batch: True,
+        _blocks=None,
+    )
+    prompts = SimpleNamespace(input_ids=[1, 2, 3], batch_size=1)
+    assert PromptGraphs.can_run(graphs, prompts)
+    req = SimpleNamespace(mamba_ping_pong_track_buffer=torch.tensor([TRACKED]))
+    req.mamba_next_track_idx = 0
+    round = states.of(row, [req])
+    assert not PromptGraphs.can_run(graphs, prompts)
+    graphs._blocks = object()  # the round's own, in the same pass
+    assert PromptGraphs.can_run(graphs, prompts)
+    graphs._blocks = None
+    round.keep(torch.tensor([1]), WIDTH)
+    assert PromptGraphs.can_run(graphs, prompts)
 
 
 def test_states_of_a_lower_precision() -> None:

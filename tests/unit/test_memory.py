@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.gpu.pass_sizes import row_sizes
-from sglang_dflash.serving.linear_attention import reserve_rows
+from sglang_dflash.gpu.pass_sizes import LINEAR_ROWS, row_sizes
+from sglang_dflash.serving.linear_attention import reserve_rows, rows_of_linear_attention
 from sglang_dflash.serving.memory import (
     GIB,
     draft_memory,
@@ -76,10 +76,12 @@ def test_rows_of_linear_attention(one_rank: None, ratio: int) -> None:
     made = BlockRows.reserve(pool.mamba_cache, 8, runner.dtype)
     rows = sum(getattr(made, field.name).nbytes for field in fields(made))
     each = rows + ratio * params.mamba_cache_per_req
-    rest = 5 * 400.5 * each / GIB
+    prompts = LINEAR_ROWS * rows / 8
+    rest = (5 * 400.5 * each + prompts) / GIB
     left = reserve_rows(runner, rest)
     assert args.max_running_requests == 400
-    assert left == pytest.approx(rest - 400 * rows / GIB)
+    assert left == pytest.approx(rest - (400 * rows + prompts) / GIB)
+    assert rows_of_linear_attention(args, 400) == 400 * 8 + LINEAR_ROWS
     for asked, may in ((7, 7), (None, 256)):
         args.max_running_requests = asked
         reserve_rows(runner, rest)
@@ -89,7 +91,7 @@ def test_rows_of_linear_attention(one_rank: None, ratio: int) -> None:
     assert args.max_running_requests == 30
     args.max_mamba_cache_size = None
     with pytest.raises(DFlashError, match="^--mamba-full-memory-ratio 0.25 leaves"):
-        reserve_rows(runner, 4 * each / GIB)
+        reserve_rows(runner, (4 * each + prompts) / GIB)
 
 
 def test_convolutions_without_kernels(one_rank: None) -> None:
@@ -146,14 +148,20 @@ def test_captured_rounds() -> None:
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
     args.speculative_dflash_verify, args.cuda_graph_bs = "auto", [1, 8, 16]
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 6 * 14) << 20
-    # With linear attention, rounds of blocks of 8, 4 and 2, too.
+    # With linear attention and without such passes, rounds of blocks of 8, 4 and 2, too.
     linear = round_buffers(args, config, 150_000, 2, 4096, linear=True)
     assert linear - tensors == (96 + 15 * 14) << 20
     args.piecewise_cuda_graph_max_tokens = None
     # Drafts of blocks of 8 for 16 requests; narrower ones are as dear as these.
     drafts = round_buffers(args, config, 150_000, 2, 4096) - half - (3 * 14 << 20)
     assert drafts == (14 << 20) // 6
-    assert round_buffers(args, config, 150_000, 2, 4096, linear=True) == linear
+    # With linear attention, fewer rows of prompts, so fewer passes.
+    fewer = row_sizes(16 * 16, None, linear=True)
+    assert fewer[-1] == 16 * 16 + LINEAR_ROWS and fewer == passes[: len(fewer)]
+    linear = round_buffers(args, config, 150_000, 2, 4096, linear=True)
+    hidden = (passes[-1] - fewer[-1]) * 4096 * 2
+    more = (3 * 14 << 20) + drafts - ((len(passes) - len(fewer)) * 11 << 20) - hidden
+    assert linear == half + more
     args.piecewise_cuda_graph_max_tokens = 0
     args.enable_lora = True
     assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 9 * 14) << 20
