@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark.families import FAMILIES, FP8_BLOCKS, drafter_of
+from benchmark.families import FAMILIES, FP8_BLOCKS, QWEN35_TOKENS, drafter_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "checkpoints" / "tiny"
@@ -26,12 +26,14 @@ class Shape:
         drafter: fields in which the drafter's config.json differs from the target's.
         folder: holds target/ and drafter/ with real weights; None for dummy weights.
         other: whether the drafter has nothing of the target's config.json but what it says itself.
+        wrapper: what the target's config.json has around that of its text model; None if it is that.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     other: bool = False
+    wrapper: dict[str, Any] | None = None
 
 
 def _qwen3(**fields: Any) -> dict[str, Any]:
@@ -134,8 +136,8 @@ SHAPES["qwen3-8b-fp8"] = Shape(
     SHAPES["qwen3-8b"].target | {"quantization_config": FP8_BLOCKS}, SHAPES["qwen3-8b"].drafter
 )
 SHAPES |= {
-    name: Shape(target, drafter_of(target, inner), other=True)
-    for name, (target, inner) in FAMILIES.items()
+    name: Shape(target, drafter_of(target, inner), other=True, wrapper=wrapper)
+    for name, (target, inner, wrapper) in FAMILIES.items()
 }
 
 _NOT_OF_DRAFTERS = (
@@ -161,7 +163,7 @@ def plain_shapes() -> list[str]:
 def target_config(shape: Shape) -> dict[str, Any]:
     """Content of the target's config.json."""
     rope_theta = 1000000.0
-    return {
+    text = {
         "hidden_act": "silu",
         "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-06,
@@ -179,6 +181,7 @@ def target_config(shape: Shape) -> dict[str, Any]:
         "eos_token_id": 151645,
         "dtype": "bfloat16",
     } | shape.target
+    return text if shape.wrapper is None else shape.wrapper | {"text_config": text}
 
 
 def drafter_config(shape: Shape) -> dict[str, Any]:
@@ -204,21 +207,26 @@ def write_pair(shape: Shape, folder: Path) -> tuple[Path, Path]:
     for path, config in ((target, target_config(shape)), (drafter, drafter_config(shape))):
         path.mkdir(parents=True, exist_ok=True)
         _write(path / "config.json", config)
-    _write_tokenizer(target, shape.target["vocab_size"])
+    _write_tokenizer(target, shape.target["vocab_size"], shape.wrapper is not None)
+    if shape.wrapper is not None:
+        _write_processor(target)
     return target, drafter
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
+    """Of a checkpoint, or of the text model in it."""
+    raw = json.loads((folder / "config.json").read_text())
+    return raw.get("text_config", raw)
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer that knows numbers only; for servers that insist on having one."""
-    vocab = {str(token): token for token in range(vocab_size)}
+def _write_tokenizer(folder: Path, vocab_size: int, pictures: bool) -> None:
+    """A tokenizer that knows numbers only, and tokens of pictures; for servers that insist on having one."""
+    named = QWEN35_TOKENS if pictures else {}
+    vocab = {named.get(token, str(token)): token for token in range(vocab_size)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "0"}
     whole = {"version": "1.0", "added_tokens": [], "model": model}
     for part in ("truncation", "padding", "normalizer", "post_processor", "decoder"):
@@ -229,3 +237,14 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
         folder / "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "1"},
     )
+
+
+def _write_processor(folder: Path) -> None:
+    """Of pictures, which servers of such a target want to have; nobody sends any."""
+    common = {"processor_class": "Qwen3VLProcessor", "patch_size": 16, "merge_size": 2}
+    pixels = {"shortest_edge": 65536, "longest_edge": 16777216}
+    for name, kind in (("preprocessor", "image"), ("video_preprocessor", "video")):
+        made = {"image": "Qwen2VLImageProcessorFast", "video": "Qwen3VLVideoProcessor"}[kind]
+        content = common | {f"{kind}_processor_type": made, "size": pixels}
+        _write(folder / f"{name}_config.json", content)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.server_args import ServerArgs
+from transformers import AutoProcessor
 
 from benchmark import load, provenance, report, servers, shapes, tables, traces
+from benchmark.families import QWEN35_TOKENS
 from sglang_dflash.checkpoint.load import check_target, load_config
 from sglang_dflash.checkpoint.target_class import check_model
 
@@ -34,6 +36,19 @@ def test_shapes_are_served(name: str, tmp_path: Path):
     target, drafter = shapes.write_pair(shapes.SHAPES[name], tmp_path)
     args = ServerArgs(model_path=str(target), device="cpu", attention_backend="triton")
     check_model(load_config(str(drafter)), args.get_model_config(), "it", "--model-path")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_shapes_with_pictures(name: str, tmp_path: Path):
+    """Their servers find a processor, and its tokens where the config has them."""
+    shape = shapes.SHAPES[name]
+    target, _ = shapes.write_pair(shape, tmp_path)
+    processor = AutoProcessor.from_pretrained(target)
+    found = [processor.tokenizer.convert_tokens_to_ids(token) for token in QWEN35_TOKENS.values()]
+    assert found == list(QWEN35_TOKENS) and processor.image_token_id == 248056
+    config = json.loads((target / "config.json").read_text())
+    assert config["video_token_id"] == processor.video_token_id
+    assert config["vision_config"]["out_hidden_size"] == config["text_config"]["hidden_size"]
 
 
 def test_tiny_shape_is_the_bundled_pair(tmp_path: Path):
