@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +147,25 @@ def test_a_client_goes_away(routed: Routed, prompts: list[str]) -> None:
         assert sum(server.load()["num_reqs"] for server in routed.servers) == 1
     for server in routed.servers:
         server.check_idle()
+
+
+def test_idle_beside_health_checks(routed: Routed) -> None:
+    """What a router asks a server that has nothing to do is no leak."""
+    server, over = routed.servers[1], threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            server.get("/health")
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            for _ in range(20):
+                server.check_idle()
+        finally:
+            over.set()
+        for each in asking:
+            each.result()
 
 
 def test_one_dies_and_comes_back(routed: Routed, plain: Server, prompts: list[str]) -> None:
