@@ -36,6 +36,7 @@ _GPU_FIELDS = (
     "temperature.gpu",
 )
 _PREFIXES = ("SGLANG_", "CUDA_", "NCCL_", "FLASHINFER_", "OMP_", "TORCH", "TRITON_", "HF_")
+_PATHS = ("/", "./", "../", "~")  # how they begin
 _VERSIONS = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -93,18 +94,24 @@ def environment(system: System, device: str) -> dict[str, str]:
 def without_paths(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
     """Arguments in which folders are replaced by the names given for them, and others by a word.
 
-    NAME=PATH, as a peer is given, keeps its name.
+    NAME=PATH, as a peer is given, keeps its name; so does each of several words in one argument.
     """
-    cleaned = []
-    for argument in arguments:
-        head, _, value = argument.rpartition("=")
-        if argument in names:
-            cleaned.append(names[argument])
-        elif (value or argument).startswith(("/", "./", "../", "~")):
-            cleaned.append(f"{head}=(a path)" if head else "(a path)")
-        else:
-            cleaned.append(argument)
-    return cleaned
+    return [_without_paths(argument, names) for argument in arguments]
+
+
+def _without_paths(argument: str, names: Mapping[str, str]) -> str:
+    if argument in names:
+        return names[argument]
+    if argument.startswith(_PATHS):  # with all that a folder's name may have
+        return "(a path)"
+    return " ".join(map(_without_path, argument.split(" ")))
+
+
+def _without_path(word: str) -> str:
+    head, _, value = word.rpartition("=")
+    if not value.startswith(_PATHS):
+        return word
+    return f"{head}=(a path)" if head else "(a path)"
 
 
 def command_line() -> list[str]:

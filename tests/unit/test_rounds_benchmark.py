@@ -234,10 +234,13 @@ def test_report_says_what_on_what_and_what_is_simulated(tmp_path: Path):
 
 def test_results_name_no_folder_of_the_machine():
     given = ["--peer", "x=/opt/a:/opt/b", "--model-path", "/tmp/p", "--tp", "1", "--out=~/x"]
+    given += ["v2=--lora-paths a=/tmp/a b=/tmp/b --max-loras-per-batch 9", "/tmp/with spaces/x"]
     cleaned = provenance.without_paths(given, {"/tmp/p": "TARGET"})
     assert cleaned == [
         *("--peer", "x=(a path)", "--model-path", "TARGET", "--tp", "1"),
         "--out=(a path)",
+        "v2=--lora-paths a=(a path) b=(a path) --max-loras-per-batch 9",
+        "(a path)",
     ]
 
 
