@@ -28,6 +28,9 @@ OWN = dict(
     },
 )
 
+# To compile takes longer than all else here.
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:

@@ -235,17 +235,19 @@ WRAPPERS = {
 }
 
 
-def write_wrapper(folder: Path, name: str, embedding: float = 1.0) -> PreTrainedModel:
+def write_wrapper(folder: Path, name: str, embedding: float = 1.0, **sizes: Any) -> PreTrainedModel:
     """Writes a checkpoint with random weights and its processor, and gives its model.
 
     Args:
         embedding: see `write_target`.
+        sizes: of the language model, that differ from those of the others.
     """
     wrapper = WRAPPERS[name]
     more = {"mm_tokens_per_image": 4} if "Gemma" in name else {}
+    text = TEXT | wrapper.text | sizes
     config = getattr(transformers, wrapper.config)(
-        text_config=TEXT | wrapper.text,
-        vision_config=wrapper.tower,
+        text_config=text,
+        vision_config=wrapper.tower | _ends_in(wrapper.tower, text["hidden_size"]),
         tie_word_embeddings=True,
         **{token: FIRST_SPECIAL + i for i, token in enumerate(wrapper.tokens)},
         **more,
@@ -258,7 +260,7 @@ def write_wrapper(folder: Path, name: str, embedding: float = 1.0) -> PreTrained
             weight.data *= 2
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
-        embeddings.mul_(embedding / (SIZES["hidden_size"] ** 0.5 if "Gemma" in name else 1))
+        embeddings.mul_(embedding / (text["hidden_size"] ** 0.5 if "Gemma" in name else 1))
         embeddings[MASK] = 0
         model.get_output_embeddings().weight.copy_(embeddings)
     # Llama 4's class looks for its tower in an index of shards.
@@ -267,6 +269,12 @@ def write_wrapper(folder: Path, name: str, embedding: float = 1.0) -> PreTrained
         _turn_experts(folder / "model.safetensors")
     _write_processor(folder, wrapper)
     return model
+
+
+def _ends_in(tower: dict[str, Any], size: int) -> dict[str, int]:
+    """Fields that say how large the tower's results are; some towers leave that to a projection."""
+    names = ("out_hidden_size", "hidden_size" if "embed_dim" in tower else "out_hidden_size")
+    return {name: size for name in names if name in tower}
 
 
 def _turn_experts(file: Path) -> None:
