@@ -312,15 +312,6 @@ def rows_of(requests: list[int], width: int, device: torch.device) -> slice | to
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
-def tell_who_draws(drawn: torch.Tensor, sampling: Sampling | None) -> None:
-    """Writes 1 for each request that draws, 0 for the others: [bs] int64."""
-    drawn.zero_()
-    if sampling is not None:
-        at = rows_of(sampling.drawing, 1, drawn.device)
-        # A number given to index tensors would wait for the device.
-        drawn[at].fill_(1) if isinstance(at, slice) else drawn.index_fill_(0, at, 1)
-
-
 def draws(req: Req) -> bool:
     """Whether a request asks for another token than the likeliest."""
     biased = bool(req.sampling_params.logit_bias) or is_penalized(req)

@@ -111,9 +111,7 @@ class FusedLayers:
         skinny = key is not None and x.dtype == linear.weight.dtype
         if skinny and (tiling := self.tilings.get(key)) is not None:
             return launch(x, linear.weight, tiling, kind is Kind.SWIGLU)
-        if isinstance(linear, RowParallelLinear):
-            return linear(x, skip_all_reduce=True)[0]
-        y, _ = linear(x)
+        y = whole_product(linear, x)
         return swiglu(y) if kind is Kind.SWIGLU else y
 
     def _add_norm(
@@ -122,6 +120,13 @@ class FusedLayers:
         if self.ranks is None:
             return add_norm(x, residual, norm.weight, norm.variance_epsilon)
         return self.ranks.add_norm(x, residual, norm, turn)
+
+
+def whole_product(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A layer's own product, of which other ranks may have parts: [rows, in] → [rows, out]."""
+    if isinstance(linear, RowParallelLinear):
+        return linear(x, skip_all_reduce=True)[0]
+    return linear(x)[0]
 
 
 def fuse_layers(

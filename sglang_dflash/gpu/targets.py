@@ -7,7 +7,7 @@ changes any of them (residuals with factors, other norms, gated attention) is le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.distributed import get_tensor_model_parallel_world_size
@@ -41,13 +41,11 @@ from sglang.srt.models.qwen3_moe import (
 )
 from torch import nn
 
+from sglang_dflash.gpu.adapted_layers import AdaptedLayers
 from sglang_dflash.gpu.experts import is_sparse
 from sglang_dflash.gpu.fused_layers import FusedLayers, fuse_layers
 from sglang_dflash.gpu.rank_sums import RankSums
 from sglang_dflash.gpu.tilings import Tilings
-
-# Token ids, positions, batch → hidden states [rows, hidden] and those of the tapped layers.
-Body = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], tuple[torch.Tensor, list[torch.Tensor]]]
 
 MODELS = (
     LlamaForCausalLM,
@@ -82,20 +80,33 @@ _STEPS = (
 )
 
 
+@dataclass(frozen=True)
+class Body:
+    """All of a target but its head, its layers fused."""
+
+    model: nn.Module
+    layers: FusedLayers
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Token ids, positions → hidden states [rows, hidden] and those of the tapped layers."""
+        x = self.model.embed_tokens(ids)
+        return self.layers.run(x, positions, batch, self.model.layers_to_capture)
+
+    def adapted(self) -> Body | None:
+        """The same with the release's LoRA layers, which must be in the target; None where it has others."""
+        layers = AdaptedLayers.of(self.layers)
+        return None if layers is None else replace(self, layers=layers)
+
+
 def fused_body(model: nn.Module, tilings: Tilings, ranks: RankSums | None) -> Body | None:
     """All of a target but its head, its layers fused; None where they cannot be."""
     if not can_fuse_target(model):
         return None
     body = model.model
     layers = fuse_layers(body.layers, body.norm, tilings, ranks)
-    return None if layers is None else _body(body, layers)
-
-
-def _body(body: nn.Module, layers: FusedLayers) -> Body:
-    def run(ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch):
-        return layers.run(body.embed_tokens(ids), positions, batch, body.layers_to_capture)
-
-    return run
+    return None if layers is None else Body(body, layers)
 
 
 def can_fuse_target(model: nn.Module) -> bool:

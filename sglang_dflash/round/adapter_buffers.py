@@ -60,6 +60,29 @@ class AdapterBuffers:
             told = to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device)
             buffer[: len(told)].copy_(told)
 
+    @contextmanager
+    def random_adapters(self) -> Iterator[None]:
+        """Within this requests have adapters of random numbers, one after the other; afterwards all is as it was."""
+        pool, places = self._manager.memory_pool, min(2, self._none)
+        halves = (pool.A_buffer, pool.B_buffer)
+        layers = [each for half in halves for module in half.values() for each in module]
+        before = [layer[:places].to("cpu", copy=True) for layer in layers]
+        device = self.places.device
+        generator = torch.Generator(device).manual_seed(0)
+        for layer in layers:
+            made = torch.randn(layer[:places].shape, generator=generator, device=device)
+            layer[:places].copy_(made * layer.shape[-1] ** -0.5)
+        self.places.copy_(torch.arange(len(self.places)) % places)
+        self.ranks[:places], self.scalings[:places] = pool.max_lora_rank, 1.0
+        try:
+            yield
+        finally:
+            for layer, values in zip(layers, before, strict=True):
+                layer[:places].copy_(values)
+            for buffer in (self.places, self.ranks, self.scalings):
+                buffer.zero_()
+            self._filled = None
+
     def blocks(self, requests: int, width: int) -> LoRABatchInfo:
         """To the release's LoRA layers: blocks of `width` rows, each a request's, one behind the other."""
         ends = torch.arange(0, requests * width + 1, width, device=self.places.device)

@@ -74,10 +74,11 @@ class CapturedAdaptedTarget(CapturedTarget):
         self,
         runner: ModelRunner,
         attention: BlockAttention,
+        body: Body | None,
         adapters: AdapterBuffers,
         requests: int,
     ):
-        super().__init__(runner, attention, None)
+        super().__init__(runner, attention, body)
         self._adapters = adapters
         self._read = adapters.blocks(requests, attention.width)
 
@@ -90,8 +91,14 @@ class CapturedAdaptedTarget(CapturedTarget):
 class CapturedAdaptedPass(CapturedTarget):
     """Likewise, over any numbers of rows of each request."""
 
-    def __init__(self, runner: ModelRunner, attention: BlockAttention, adapters: AdapterBuffers):
-        super().__init__(runner, attention, None)
+    def __init__(
+        self,
+        runner: ModelRunner,
+        attention: BlockAttention,
+        body: Body | None,
+        adapters: AdapterBuffers,
+    ):
+        super().__init__(runner, attention, body)
         self._adapters = adapters
 
     def forward(self, batch: ForwardBatch) -> Any:

@@ -63,6 +63,39 @@ def fuse_models(
     return body if chosen.name == LAYERS else None
 
 
+def fuse_adapted(
+    parts: Parts, attention: type[BlockAttention], body: Body | None, width: int
+) -> Body | None:
+    """The target with its LoRA layers, likewise, if it is fused without them.
+
+    Compared with the release's under adapters of random numbers, which are gone afterwards.
+    """
+    target, buffers = parts.target.runner, parts.adapters.buffers
+    adapted = None if body is None else body.adapted()
+    if adapted is None:
+        return None
+
+    def under_adapters(way: Way) -> Way:
+        def run(batch: ForwardBatch) -> list[torch.Tensor]:
+            requests = len(batch.input_ids) // width
+            with buffers.over(buffers.blocks(requests, width)):
+                return way.run(batch)
+
+        return way._replace(use=lambda: None, run=run)
+
+    fused, *_, release = target_ways(target.model, adapted)
+    trials = [
+        trial
+        for trial in trial_blocks(target, attention, True, width, parts.context_len)
+        if len(trial.round.rows) <= len(buffers.places)
+    ]
+    ways = [under_adapters(way) for way in (fused, release)]
+    with buffers.random_adapters():
+        chosen = first_right("target under LoRA adapters", ways, trials, get_tp_group())
+    logger.info("DFLASH runs the target under LoRA adapters with %s", chosen.name)
+    return adapted if chosen.name == LAYERS else None
+
+
 def target_ways(model: nn.Module, body: Body | None) -> list[Way]:
     """Ways to run a target, the one with the fewest launches first.
 

@@ -15,12 +15,14 @@ import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture_mode
 
-from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
+from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
 from sglang_dflash.gpu.pass_sizes import dear_sizes
+from sglang_dflash.gpu.targets import Body
 from sglang_dflash.round.accept import Accepted
+from sglang_dflash.round.adapter_buffers import Ids
 from sglang_dflash.round.captured_models import (
     CapturedAdaptedTarget,
     CapturedModel,
@@ -29,12 +31,12 @@ from sglang_dflash.round.captured_models import (
 )
 from sglang_dflash.round.capturing import captured, capturing, warm_up
 from sglang_dflash.round.costs import Staircase, milliseconds, orderly
-from sglang_dflash.round.fused import fuse_models
+from sglang_dflash.round.fused import fuse_adapted, fuse_models
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
-from sglang_dflash.round.survival import Estimate, Survival
+from sglang_dflash.round.survival import Estimate, Kinds, Survival
 
 logger = logging.getLogger(__name__)
 
@@ -139,13 +141,13 @@ class RoundGraphs:
         self.rows = torch.full(
             (largest,), parts.state.padding_row, dtype=torch.int64, device=device
         )
-        self.drawn = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._drew = False  # whether `drawn` may have others than zeros
+        self.kinds = Kinds(largest, device)
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, Captured | CapturedDrafts] = {}
         self.body = fuse_models(parts, *attention, largest, self.widths[-1])
+        self.adapted_body: Body | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self._capture_all("rounds", self._keys(self.sizes, self.widths), self._capture)
         narrow = [key for w in self.narrow for key in self._keys(dear_sizes(self.sizes, w), [w])]
@@ -189,12 +191,17 @@ class RoundGraphs:
         told = graphs.told
         return graphs.accepted.first(requests), None if told is None else told[:requests]
 
-    def propose(self, key: Key, rows: torch.Tensor, sampling: Sampling | None = None) -> Proposed:
+    def propose(
+        self,
+        key: Key,
+        rows: torch.Tensor,
+        sampling: Sampling | None = None,
+        adapters: Ids | None = None,
+    ) -> Proposed:
         """The first stage of a round over the requests at `rows` ([bs] int64)."""
         batch_size, graphs = len(rows), self._graphs[key]
-        if self.survival is not None and (sampling is not None or self._drew):
-            self._drew = sampling is not None
-            tell_who_draws(self.drawn[:batch_size] if self._drew else self.drawn, sampling)
+        if self.survival is not None:
+            self.kinds.tell(batch_size, sampling.drawing if sampling else (), adapters)
         self.rows[:batch_size].copy_(rows)
         if key.bucket > batch_size:
             self.rows[batch_size : key.bucket].fill_(self.parts.state.padding_row)
@@ -250,6 +257,9 @@ class RoundGraphs:
             widths: that these may have.
         """
         keys = [key._replace(adapted=True) for key in self._keys(self.sizes, widths)]
+        self.adapted_body = fuse_adapted(
+            self.parts, self.attention.target, self.body, self.widths[-1]
+        )
         self._capture_all("rounds with LoRA adapters", keys, self._capture)
 
     def _capture_all(
@@ -304,7 +314,7 @@ class RoundGraphs:
         causal = self.attention.target(target, lengths, page_table, key.width, True, key.short)
         if key.adapted:
             buffers = self.parts.adapters.buffers
-            captured = CapturedAdaptedTarget(target, causal, buffers, key.bucket)
+            captured = CapturedAdaptedTarget(target, causal, self.adapted_body, buffers, key.bucket)
         else:
             captured = CapturedTarget(target, causal, self.body)
         if (window := self.parts.window) is not None:
@@ -346,10 +356,9 @@ class RoundGraphs:
         if key.width > 1:  # else nothing is drafted
             draft.prepare()
         drafts, estimate = propose(draft, round), None
-        # What is learned is of the target alone; with adapters all rows are verified.
-        if self.survival is not None and drafts.margins is not None and not key.adapted:
-            drawn, ended = self.drawn[: key.bucket], parts.state.ended
-            estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
+        if self.survival is not None and drafts.margins is not None:
+            kinds, ended = self.kinds.values[: key.bucket], parts.state.ended
+            estimate = self.survival.estimate(drafts.margins, kinds, rows, ended)
         return Proposed(round, drafts.tokens, estimate)
 
     def _verify(self, drafted: Proposed, models: tuple[CapturedModel, CapturedModel]) -> Blocks:

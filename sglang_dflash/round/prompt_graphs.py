@@ -81,7 +81,7 @@ class PromptGraphs:
         Args:
             sizes: rows of a pass, rising.
         """
-        self.parts, self.body, self.pool = parts, rounds.body, rounds.pool
+        self.parts, self._rounds, self.pool = parts, rounds, rounds.pool
         self.runner, self.sizes = parts.target.runner, list(sizes)
         self._attention = SIDE_BY_SIDE[rounds.attention.target]
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
@@ -114,16 +114,21 @@ class PromptGraphs:
             raise RuntimeError(
                 "DFLASH: the target ran prompts without the blocks that were to be beside them."
             )
-        adapted = None
-        if has_adapters(blocks.adapters):
-            adapted = self.parts.adapters.buffers.head(len(blocks.adapters), blocks.round.width)
-        hidden = self._hidden[: blocks.rows]
-        return _verified(blocks, replace(target, hidden_states=hidden, adapted=adapted))
+        return self._verified(blocks, target)
 
     def verify(self, blocks: Drafted) -> Blocks:
         """Blocks without prompts beside them, verified."""
-        rows = self._pass(blocks.rows, blocks.longest, blocks, None)
-        return _verified(blocks, replace(rows, hidden_states=self._hidden[: blocks.rows]))
+        return self._verified(blocks, self._pass(blocks.rows, blocks.longest, blocks, None))
+
+    def _verified(self, blocks: Drafted, target: TargetRows) -> Blocks:
+        """Blocks after a pass whose first rows were theirs."""
+        round, ragged, head = blocks.round, blocks.ragged, None
+        if has_adapters(blocks.adapters):
+            head = self.parts.adapters.buffers.head(len(blocks.adapters), round.width)
+        if head is not None and ragged is not None:
+            head = head.at(ragged.source)
+        target = replace(target, hidden_states=self._hidden[: blocks.rows], adapted=head)
+        return Blocks(round.rows, round.positions, blocks.draft_tokens, target, ragged)
 
     def computes(self, batch: ForwardBatch | ModelWorkerBatch) -> bool:
         """Whether what prompts ask for is plain causal attention over tokens, not pictures, of the target alone."""
@@ -250,8 +255,9 @@ class PromptGraphs:
             key.rows,
         )
         if key.adapted:
-            return CapturedAdaptedPass(self.runner, attention, self.parts.adapters.buffers)
-        return CapturedTarget(self.runner, attention, self.body)
+            buffers = self.parts.adapters.buffers
+            return CapturedAdaptedPass(self.runner, attention, self._rounds.adapted_body, buffers)
+        return CapturedTarget(self.runner, attention, self._rounds.body)
 
     def _run(self, key: Key, target: CapturedTarget) -> TargetRows:
         inputs, table = self.inputs, target.attention.page_table
@@ -277,11 +283,6 @@ class PromptGraphs:
 
     def _choose(self, size: int) -> None:
         likeliest(self.parts.vocabulary, self._hidden[:size])
-
-
-def _verified(blocks: Drafted, target: TargetRows) -> Blocks:
-    round = blocks.round
-    return Blocks(round.rows, round.positions, blocks.draft_tokens, target, blocks.ragged)
 
 
 def _adapters_of(blocks: Drafted | None, prompts: ForwardBatch | None) -> Ids:

@@ -142,14 +142,17 @@ class RoundRunner:
             sampling: how to draw; None for the likeliest tokens.
             cut: whether a row may have no slot.
             total: how many rows of all blocks are verified; None for all.
-            adapters: of each request; if one has any, all rows are verified.
+            adapters: of each request; see `shares_adapted`.
 
         Returns:
             Launches the rest; to be called before the next round. Draws may need tokens that are known only then.
         """
         parts, graphs = self.parts, self.graphs
         adapted = has_adapters(adapters)
-        if graphs is None or (key := graphs.key(start_bounds, width, adapted)) is None:
+        # What is no whole block of every request is a pass over so many rows, of which there are adapted ones.
+        as_rows = total is not None or (adapted and width == 1 and self.shares_adapted)
+        key = graphs and graphs.key(start_bounds, width, adapted and not as_rows)
+        if key is None:
             round = Round.open(
                 parts.state, rows, start_bounds, width, parts.req_to_token, parts.context_len, cut
             )
@@ -162,16 +165,24 @@ class RoundRunner:
             return self._held(
                 lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
             )
-        proposed = graphs.propose(key, rows, sampling)
+        proposed = graphs.propose(key, rows, sampling, adapters)
         sampling = sampling and sampling.after(proposed.draft_tokens)
-        if adapted:
-            parts.adapters.buffers.fill(adapters)
-            parts.adapters.hold(adapters)
-            return self._held(self._verify(key, proposed, sampling))
-        if total is None:
-            return self._verify(key, proposed, sampling)
-        blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total, adapters))
-        return partial(self._accept, proposed, blocks, sampling)
+        if as_rows:
+            blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total, adapters))
+            finish: Finish = partial(self._accept, proposed, blocks, sampling)
+        else:
+            if adapted:
+                parts.adapters.buffers.fill(adapters)
+            finish = self._verify(key, proposed, sampling)
+        if not adapted:
+            return finish
+        parts.adapters.hold(adapters)
+        return self._held(finish)
+
+    @property
+    def shares_adapted(self) -> bool:
+        """Whether requests with LoRA adapters can have different numbers of rows in a round."""
+        return self.prompt_graphs is not None and self.prompt_graphs.adapted
 
     def _verify(self, key: Key, proposed: Proposed, sampling: Sampling | None) -> Finish:
         """The target's pass over whole blocks, from a graph."""
@@ -197,7 +208,7 @@ class RoundRunner:
         requests, both = len(start_bounds), self.prompt_graphs
         return (
             both is not None
-            and (both.adapted or not adapted)
+            and (self.shares_adapted or not adapted)
             and self.graphs.key(start_bounds, width) is not None
             and both.computes(prompts)
             and both.holds(rows + len(prompts.input_ids), requests + len(prompts.reqs))
@@ -218,10 +229,10 @@ class RoundRunner:
         Args:
             prefill: runs the prompts.
         """
-        proposed = self.graphs.propose(self.graphs.key(start_bounds, width), rows, sampling)
+        key = self.graphs.key(start_bounds, width)
+        proposed = self.graphs.propose(key, rows, sampling, adapters)
         sampling = sampling and sampling.after(proposed.draft_tokens)
         if adapted := has_adapters(adapters):
-            proposed = replace(proposed, estimate=None)  # what is learned is of the target alone
             self.parts.adapters.hold(adapters)
         self.prompt_graphs.board(_drafted(proposed, start_bounds, total, adapters))
         result = prefill()

@@ -1,18 +1,23 @@
 """How likely drafts are to be accepted: learned of every round, where it runs.
 
 The drafter's margin, by how much a draft's logit is above the next, says more than a draft's position does. So what
-became of drafts is counted by position and size of the margin, for greedy and drawn requests apart, and old rounds
+became of drafts is counted by position and size of the margin, for each kind of request apart, and old rounds
 are forgotten. All numbers are whole or come of whole ones by the same steps, so all ranks have the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from sglang_dflash.gpu.kernels.survival import count_and_update, expect
+from sglang_dflash.round.adapter_buffers import Ids, has_adapters, to_device
 
+# A kind of request: 1 if it draws, and 2 more if it has a LoRA adapter, whose target the drafter was not trained for.
+_DRAWS, _ADAPTED = 1, 2
+KINDS = 4
 BINS = 16  # of margins: two for each doubling, from 1/8
 _FIRST_EXPONENT = -3
 _WINDOW = 4096  # drafts after which one is forgotten,
@@ -39,12 +44,43 @@ class Estimate:
         return Estimate(self.cells[:requests], self.chances[:requests])
 
 
+class Kinds:
+    """What kind of request each of a round is, where graphs read it.
+
+    Attributes:
+        values: [requests] int64, from 0 to `KINDS` - 1; 0 for what pads a batch.
+    """
+
+    def __init__(self, requests: int, device: torch.device | str):
+        self.values = torch.zeros(requests, dtype=torch.int64, device=device)
+        self._told: list[int] = []
+
+    def tell(self, requests: int, drawing: Collection[int], adapters: Ids | None) -> None:
+        """Before a round.
+
+        Args:
+            drawing: of its requests those that draw.
+            adapters: of each request; None if the server has none.
+        """
+        kinds: list[int] = []
+        if drawing or has_adapters(adapters):
+            kinds = [0] * requests
+            for request in drawing:
+                kinds[request] = _DRAWS
+            for request, adapter in enumerate(adapters or ()):
+                kinds[request] += _ADAPTED * (adapter is not None)
+        if kinds != self._told:
+            self._told = kinds
+            told = torch.tensor(kinds + [0] * (len(self.values) - len(kinds)))
+            self.values.copy_(to_device(told, self.values.device))
+
+
 class Survival:
     """Counts of drafts that were tried and that survived, and the rates that they give.
 
     Attributes:
-        rates: [2, drafts, BINS] float32, that a draft is accepted if all before it are; by kind of request (greedy,
-            drawn), position and margin.
+        rates: [KINDS, drafts, BINS] float32, that a draft is accepted if all before it are; by kind of request,
+            position and margin.
     """
 
     def __init__(self, drafts: int, device: torch.device | str):
@@ -52,7 +88,7 @@ class Survival:
         Args:
             drafts: of the widest block.
         """
-        self._drafts, shape = drafts, (2, drafts, BINS)
+        self._drafts, shape = drafts, (KINDS, drafts, BINS)
         self._counts = torch.zeros(2, *shape, device=device)
         self._fresh = torch.zeros_like(self._counts)
         exponents = _FIRST_EXPONENT + torch.arange(BINS, device=device) / 2
@@ -61,22 +97,22 @@ class Survival:
         self.rates = self._guess.expand(shape).clone()
 
     def estimate(
-        self, margins: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor, ended: torch.Tensor
+        self, margins: torch.Tensor, kinds: torch.Tensor, rows: torch.Tensor, ended: torch.Tensor
     ) -> Estimate:
         """What is expected of drafts.
 
         Args:
             margins: [bs, width - 1] float32, not negative.
-            drawn: [bs] int64, 1 for requests that draw, else 0.
+            kinds: [bs] int64, as in `Kinds`.
             rows: [bs] int64, of the requests.
             ended: by row, int32, 1 for requests that have ended.
         """
         if margins.is_cuda:
-            return Estimate(*expect(margins, drawn, rows, ended, self.rates, 2.0**_FIRST_EXPONENT))
+            return Estimate(*expect(margins, kinds, rows, ended, self.rates, 2.0**_FIRST_EXPONENT))
         size = margins.nan_to_num(0.0).clamp(min=2.0**_FIRST_EXPONENT).log2() - _FIRST_EXPONENT
         bins = (2 * size).clamp(max=BINS - 1).to(torch.int64)
         position = torch.arange(margins.shape[1], device=margins.device)
-        cells = (drawn[:, None] * self._drafts + position) * BINS + bins
+        cells = (kinds[:, None] * self._drafts + position) * BINS + bins
         chances, gone = self.rates.flatten()[cells].cumprod(dim=1), (ended[rows] > 0)[:, None]
         return Estimate(cells.masked_fill(gone, -1), chances.masked_fill(gone, 0.0))
 

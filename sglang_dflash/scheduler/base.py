@@ -158,8 +158,8 @@ class DFlashWorkerBase:
         plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows)
         adapters = None if self.parts.adapters is None else [req.lora_id for req in batch.reqs]
         adapted = has_adapters(adapters)
-        if adapted and plan.reason != WHOLE:  # the others are for what is captured
-            plan = Plan(self.width)
+        if adapted and plan.reason != WHOLE and not self.rounds.shares_adapted:
+            plan = Plan(self.width)  # the others are for what is captured
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
@@ -177,6 +177,10 @@ class DFlashWorkerBase:
             finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total, adapters)
         self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
+
+    def replayed(self, result: RoundResult) -> bool:
+        """Whether a round came from graphs, which SGLang's log and metrics tell."""
+        return self.rounds.graphs is not None and result.fell_back is None
 
     def _finish(self, finish: Finish) -> RoundResult:
         result = finish()

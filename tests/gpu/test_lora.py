@@ -49,6 +49,7 @@ def adapted(
     flags = ("--lora-paths", *paths, "--lora-backend", backend, "--enable-metrics")
     log = logs / f"lora-{backend}-{request.param}.log"
     with running(log, *flags, worker=request.param) as server:
+        assert "DFLASH runs the target under LoRA adapters with fused layers" in log.read_text()
         yield server
 
 

@@ -24,7 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.chunks import chunk_of
 from sglang_dflash.cpu.block_attention import attend
 from sglang_dflash.cpu.lora import batch_info
-from sglang_dflash.drawing.sampling import Sampling, tell_who_draws
+from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import narrower, row_sizes
@@ -39,7 +39,7 @@ from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.run import AUTO, RoundRunner
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
-from sglang_dflash.round.survival import Survival
+from sglang_dflash.round.survival import Kinds, Survival
 from sglang_dflash.round.target import TargetRows
 
 
@@ -128,7 +128,7 @@ class EagerBuffers(AdapterBuffers):
 class EagerRounds:
     """Stands for `RoundGraphs`: a round of any number of requests, kernel by kernel."""
 
-    body = pool = None
+    body = adapted_body = pool = None
     attention = Attention(SideBySideAttention, SideBySideAttention)
 
     def __init__(
@@ -158,15 +158,19 @@ class EagerRounds:
         return accepted, estimate and self.survival.learn(estimate, key.width, accepted.lengths)
 
     def propose(
-        self, key: EagerKey, rows: torch.Tensor, sampling: Sampling | None = None
+        self,
+        key: EagerKey,
+        rows: torch.Tensor,
+        sampling: Sampling | None = None,
+        adapters: Ids | None = None,
     ) -> Proposed:
         round, estimate = self._open(key.width, rows), None
         drafts = propose(self.parts.draft, round)
-        if drafts.margins is not None and not key.adapted:
-            drawn = torch.zeros_like(rows)
-            tell_who_draws(drawn, sampling)
+        if drafts.margins is not None:
+            kinds = Kinds(len(rows), "cpu")
+            kinds.tell(len(rows), sampling.drawing if sampling else (), adapters)
             ended = self.parts.state.ended
-            estimate = self.survival.estimate(drafts.margins, drawn, rows, ended)
+            estimate = self.survival.estimate(drafts.margins, kinds.values, rows, ended)
         self._proposed, self._estimate = (round, drafts.tokens), estimate
         return Proposed(round, drafts.tokens, estimate)
 

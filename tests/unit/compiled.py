@@ -11,7 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_dflash.gpu.kernels import delta_net_rows, delta_net_states, side_by_side, tile_plan
+from sglang_dflash.gpu.kernels import (
+    adapter_products,
+    delta_net_rows,
+    delta_net_states,
+    side_by_side,
+    tile_plan,
+)
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
 from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
 from sglang_dflash.gpu.kernels.penalties import END, PRESENT, _count, _penalize
@@ -114,6 +120,23 @@ def delta_nets(capability: int, dtype: str) -> int:
     return max(each.metadata.shared for each in made)
 
 
+def adapters(capability: int, dtype: str) -> int:
+    """Compiles what adapters of Qwen3-8B's rank 16 and 256 add to its products; the shared memory of the largest."""
+    names = ("x_ptr", "a_ptr", "b_ptr", "y_ptr", "out_ptr")
+    types = dict.fromkeys(names, f"*{dtype}") | {"rows": "i32"}
+    types |= dict.fromkeys(("parts_ptr", "scalings_ptr"), "*fp32")
+    types |= dict.fromkeys(("ends_ptr", "places_ptr", "ranks_ptr", "bounds_ptr"), "*i32")
+    made = []
+    for most, tile, share in ((16, 64, 512), (256, 64, 4096)):
+        rest = dict(COLUMNS=3 * most, LONGEST=16, EARLY=capability >= 90)
+        shrink = rest | dict(DEPTH=4096, SLICES=3, SHARE=share, TILE=tile, STEP=128)
+        expand = rest | dict(SIZE=6144, MOST=most, MOST_POW2=most, PARTS=4096 // share, TILE=128)
+        made.append(compiled(adapter_products._shrink, capability, shrink, types, 4))
+        made.append(compiled(adapter_products._expand, capability, expand, types, 4))
+        made.append(compiled(adapter_products._expand_swiglu, capability, expand, types, 4))
+    return max(each.metadata.shared for each in made)
+
+
 def main() -> None:
     for capability, dtype, changes in CASES:
         used = attention(capability, dtype, changes)
@@ -122,6 +145,7 @@ def main() -> None:
     for capability in MEMORY:
         print(capability, "penalties", f"{penalties(capability):,} bytes", flush=True)
         dtype = "fp16" if capability < 90 else "bf16"
+        print(capability, "adapters", f"{adapters(capability, dtype):,} bytes", flush=True)
         print(
             capability, "linear attention", f"{delta_nets(capability, dtype):,} bytes", flush=True
         )

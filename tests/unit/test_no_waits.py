@@ -6,15 +6,14 @@ That is seen on a CPU, too, where the number arrives as a tensor without dimensi
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_dflash.drawing.sampling import tell_who_draws
 from sglang_dflash.round.state import ENDS, RequestState
+from sglang_dflash.round.survival import Kinds
 from sglang_dflash.scheduler.reserve import reserve
 from tests.unit.test_reserve import WIDTH, admit, world
 
@@ -46,11 +45,11 @@ def test_state() -> None:
 
 
 @pytest.mark.parametrize("who", [[0, 1, 2], [0, 2], [1]])
-def test_who_draws(who: list[int]) -> None:
-    drawn = torch.full((3,), 5)
+def test_kinds(who: list[int]) -> None:
+    kinds = Kinds(4, "cpu")
     with NoWaits():
-        tell_who_draws(drawn, SimpleNamespace(drawing=who))
-    assert drawn.tolist() == [int(i in who) for i in range(3)]
+        kinds.tell(3, who, [None, "a", None])
+    assert kinds.values.tolist() == [int(i in who) + 2 * (i == 1) for i in range(4)]
 
 
 def test_reservations_up_to_the_limit() -> None:

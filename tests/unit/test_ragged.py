@@ -10,7 +10,7 @@ import torch
 from sglang_dflash.gpu.kernels.survival import count_and_update, expect
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.ragged import Ragged
-from sglang_dflash.round.survival import BINS, Estimate, Survival
+from sglang_dflash.round.survival import BINS, KINDS, Estimate, Kinds, Survival
 
 WIDTH = 6
 
@@ -65,12 +65,12 @@ def survive(rates: torch.Tensor, requests: int) -> torch.Tensor:
 
 
 def expected(
-    survival: Survival, margins: torch.Tensor, drawn: torch.Tensor, gone: Iterable[int] = ()
+    survival: Survival, margins: torch.Tensor, kinds: torch.Tensor, gone: Iterable[int] = ()
 ) -> Estimate:
     """Of requests side by side, of which some have ended."""
     rows = torch.arange(len(margins))
     ended = torch.tensor([int(row in gone) for row in rows.tolist()], dtype=torch.int32)
-    return survival.estimate(margins, drawn, rows, ended)
+    return survival.estimate(margins, kinds, rows, ended)
 
 
 def test_rates_are_learned_of_what_was_tried() -> None:
@@ -118,7 +118,7 @@ def test_surer_drafts_survive_sooner_at_first() -> None:
     estimate = expected(Survival(5, "cpu"), margins, torch.tensor([0, 1]))
     alone = estimate.chances[0] / torch.cat([torch.ones(1), estimate.chances[0, :-1]])
     assert (alone.diff() >= -1e-6).all() and alone[0] > 0.4 and alone[-1] > 0.99
-    assert estimate.cells.min() >= 0 and estimate.cells.max() < 2 * 5 * BINS
+    assert estimate.cells.min() >= 0 and estimate.cells.max() < 2 * 5 * BINS  # the kinds 0 and 1
     assert torch.isfinite(estimate.chances).all()
 
 
@@ -146,11 +146,24 @@ def test_requests_that_have_ended() -> None:
     assert torch.equal(survival.rates, alike.rates)
 
 
+def test_kinds_of_requests() -> None:
+    """What is told changes with the requests, and what pads the next batch is none of theirs."""
+    kinds = Kinds(6, "cpu")
+    for requests, drawing, adapters, expected in (
+        (4, [1, 3], None, [0, 1, 0, 1, 0, 0]),
+        (5, [1], [None, "a", "b", None, "a"], [0, 3, 2, 0, 2, 0]),
+        (2, [], ["b", None], [2, 0, 0, 0, 0, 0]),
+        (6, [], [None] * 6, [0] * 6),
+    ):
+        kinds.tell(requests, drawing, adapters)
+        assert kinds.values.tolist() == expected
+
+
 def test_all_orders_give_the_same() -> None:
     """Ranks must agree: what is counted does not depend on the order in which it is added up."""
     torch.manual_seed(0)
     margins, lengths = 8 * torch.rand(50, 15), torch.randint(1, 17, (50,))
-    kinds, order = torch.randint(0, 2, (50,)), torch.randperm(50)
+    kinds, order = torch.randint(0, KINDS, (50,)), torch.randperm(50)
     rates = []
     for at in (torch.arange(50), order):
         survival = Survival(15, "cpu")
@@ -168,15 +181,15 @@ def test_kernels(widest: int, width: int) -> None:
     torch.manual_seed(0)
     theirs = Survival(widest, "cpu")
     rates, guess = theirs.rates.to(device).clone(), theirs._guess.to(device)
-    fresh, counts = torch.zeros(2, 2, 2, widest, BINS, device=device)
+    fresh, counts = torch.zeros(2, 2, KINDS, widest, BINS, device=device)
     for number in range(6):
         margins = 12 * torch.rand(9, width - 1) ** 2
         margins[3, 0], margins[4, 1] = 0.0, float("inf")
-        drawn, lengths = torch.randint(0, 2, (9,)), torch.randint(1, width + 1, (9,))
+        kinds, lengths = torch.randint(0, KINDS, (9,)), torch.randint(1, width + 1, (9,))
         rows = torch.randint(1, width + 1, (9,)) if number % 2 else width
         at, ended = torch.randperm(12)[:9], torch.randint(0, 2, (12,)).to(torch.int32)
-        estimate = theirs.estimate(margins, drawn, at, ended)
-        given = (x.to(device) for x in (margins, drawn, at, ended))
+        estimate = theirs.estimate(margins, kinds, at, ended)
+        given = (x.to(device) for x in (margins, kinds, at, ended))
         cells, chances = expect(*given, rates, 0.125)
         assert torch.equal(cells.cpu(), estimate.cells)
         torch.testing.assert_close(chances.cpu(), estimate.chances)

@@ -15,7 +15,7 @@ def _multiply(a, b):
 @triton.jit
 def _expect(
     margins_ptr,
-    drawn_ptr,
+    kinds_ptr,
     rows_ptr,
     ended_ptr,
     rates_ptr,
@@ -37,7 +37,7 @@ def _expect(
         tl.log2(tl.maximum(margin, FIRST)) - tl.log2(tl.full([DRAFTS_POW2], FIRST, tl.float32))
     )
     bins = tl.minimum(size, BINS - 1).to(tl.int64)
-    cell = (tl.load(drawn_ptr + request) * WIDEST + i) * BINS + bins
+    cell = (tl.load(kinds_ptr + request) * WIDEST + i) * BINS + bins
     rate = tl.load(rates_ptr + cell, mask=inside, other=0.0)
     gone = tl.load(ended_ptr + tl.load(rows_ptr + request)) > 0
     tl.store(cells_ptr + request * DRAFTS + i, tl.where(gone, -1, cell), mask=inside)
@@ -47,7 +47,7 @@ def _expect(
 
 def expect(
     margins: torch.Tensor,
-    drawn: torch.Tensor,
+    kinds: torch.Tensor,
     rows: torch.Tensor,
     ended: torch.Tensor,
     rates: torch.Tensor,
@@ -57,9 +57,9 @@ def expect(
 
     Args:
         margins: [bs, drafts] float32, contiguous.
-        drawn, rows: [bs] int64; the first 0 or 1.
+        kinds, rows: [bs] int64; the first from 0 to kinds - 1.
         ended: by row, int32.
-        rates: [2, widest, bins] float32.
+        rates: [kinds, widest, bins] float32.
         first: margin at which the second bin's half of a doubling begins to count.
     """
     requests, drafts = margins.shape
@@ -67,7 +67,7 @@ def expect(
     chances = torch.empty_like(margins)
     _expect[(requests,)](
         margins,
-        drawn,
+        kinds,
         rows,
         ended,
         rates,
@@ -124,6 +124,7 @@ def _update(
     SLOWEST: tl.constexpr,
     GUESS: tl.constexpr,
     POOLED: tl.constexpr,
+    KINDS: tl.constexpr,
     WIDEST: tl.constexpr,
     WIDEST_POW2: tl.constexpr,
     BINS: tl.constexpr,
@@ -132,7 +133,7 @@ def _update(
     position, bins = tl.arange(0, WIDEST_POW2)[:, None], tl.arange(0, BINS)[None, :]
     inside = (position < WIDEST) & (bins < BINS)
     at = (kind * WIDEST + position) * BINS + bins
-    size: tl.constexpr = 2 * WIDEST * BINS
+    size: tl.constexpr = KINDS * WIDEST * BINS
     tried_now = tl.load(fresh_ptr + at, mask=inside, other=0.0)
     survived_now = tl.load(fresh_ptr + size + at, mask=inside, other=0.0)
     total = tl.sum(tl.sum(tried_now, axis=1), axis=0)
@@ -176,9 +177,9 @@ def count_and_update(
     """Counts what became of a round's drafts, and the rates that follow; see `Survival.learn` for what it gives.
 
     Args:
-        fresh: [2, 2, widest, bins] float32, of the round alone; zero before and after.
+        fresh: [2, kinds, widest, bins] float32, of the round alone; zero before and after.
         counts: likewise, of tried and survived drafts; written.
-        rates: [2, widest, bins] float32, written.
+        rates: [kinds, widest, bins] float32, written.
         kept: the least and the most that is kept of older counts.
         weights: of the guess, and of a margin's chance at all positions.
     """
@@ -210,6 +211,7 @@ def count_and_update(
         SLOWEST=kept[1],
         GUESS=weights[0],
         POOLED=weights[1],
+        KINDS=kinds,
         WIDEST=widest,
         WIDEST_POW2=triton.next_power_of_2(widest),
         BINS=bins,

@@ -1,0 +1,319 @@
+"""What LoRA adapters add to a matrix product: rows through two thin matrices, those of each request's own adapter.
+
+The release's kernels give all columns of sixteen rows to one program, which then reads them one after the other while
+most of the GPU rests. Here they are split over programs, and the second launch adds up what those made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dflash.gpu.kernels.launch import device_of, starts_early
+
+_MOST_PARTS = 8  # that the second launch adds up for every tile of columns
+_WAVES = 2  # programs of a multiprocessor, so that one computes while another waits
+_STEP = 128  # columns that a program reads at once
+_TILE = 128  # columns that a program of the second launch writes
+
+
+class Segments(NamedTuple):
+    """Rows side by side, each run of them of one request.
+
+    Attributes:
+        ends: [segments + 1] int32, where each begins, and where the last one ends.
+        places: [segments] int32, of a request's adapter among `Adapted.a` and `b`.
+        ranks, scalings: [places] int32 and float32, of the adapter at a place; a rank of 0 for none.
+        longest: rows that a segment may have, a power of two of at least 16.
+    """
+
+    ends: torch.Tensor
+    places: torch.Tensor
+    ranks: torch.Tensor
+    scalings: torch.Tensor
+    longest: int
+
+
+class Adapted(NamedTuple):
+    """The adapters of one product, which may be several side by side, its slices.
+
+    Attributes:
+        a: [places, slices * most, in], contiguous: the first matrices of an adapter's slices, one behind the other,
+            each of as many rows as its rank.
+        b: [places, out, most], contiguous: the second ones, of which the first columns count, as many as the rank.
+        bounds: [slices + 1] int32, columns at which slices of the product begin, and where the last one ends.
+        widest: columns of the widest slice.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bounds: torch.Tensor
+    widest: int
+
+
+@triton.jit
+def _shrink(
+    x_ptr,
+    a_ptr,
+    parts_ptr,
+    ends_ptr,
+    places_ptr,
+    ranks_ptr,
+    rows,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SHARE: tl.constexpr,
+    LONGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    segment, part = tl.program_id(0), tl.program_id(1)
+    place = tl.load(places_ptr + segment)
+    columns = tl.load(ranks_ptr + place) * SLICES
+    first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
+    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    if (columns > tl.program_id(2) * TILE) & (end > first):
+        row = first + tl.arange(0, LONGEST)
+        inside, taken = row < end, column < columns
+        x_at = x_ptr + row[:, None].to(tl.int64) * DEPTH
+        a_at = a_ptr + (place.to(tl.int64) * COLUMNS + column[None, :]) * DEPTH
+        total = tl.zeros([LONGEST, TILE], tl.float32)
+        for step in range(0, SHARE, STEP):
+            k = part * SHARE + step + tl.arange(0, STEP)
+            known = k < DEPTH
+            x = tl.load(x_at + k[None, :], mask=inside[:, None] & known[None, :], other=0)
+            a = tl.load(a_at + k[:, None], mask=taken[None, :] & known[:, None], other=0)
+            total = tl.dot(x, a, total, input_precision="ieee")
+        to = parts_ptr + (part * rows + row[:, None]).to(tl.int64) * COLUMNS + column[None, :]
+        tl.store(to, total, mask=inside[:, None] & taken[None, :])
+
+
+@triton.jit
+def _added(
+    parts_ptr,
+    b_ptr,
+    row,
+    column,
+    inside,
+    taken,
+    piece,
+    place,
+    rank,
+    scaling,
+    rows,
+    SIZE: tl.constexpr,
+    MOST: tl.constexpr,
+    MOST_POW2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What an adapter adds to columns of a slice; rounded as the release's kernels round."""
+    k = tl.arange(0, MOST_POW2)
+    known = k < rank
+    at = row[:, None].to(tl.int64) * COLUMNS + piece * rank + k[None, :]
+    mask = inside[:, None] & known[None, :]
+    x = tl.load(parts_ptr + at, mask=mask, other=0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(parts_ptr + part * rows * COLUMNS + at, mask=mask, other=0)
+    b_at = b_ptr + (place.to(tl.int64) * SIZE + column[None, :]) * MOST + k[:, None]
+    b = tl.load(b_at, mask=taken[None, :] & known[:, None], other=0)
+    return (tl.dot(x.to(b.dtype), b, input_precision="ieee") * scaling).to(b.dtype)
+
+
+@triton.jit
+def _expand(
+    parts_ptr,
+    b_ptr,
+    y_ptr,
+    bounds_ptr,
+    ends_ptr,
+    places_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    rows,
+    SIZE: tl.constexpr,
+    MOST: tl.constexpr,
+    MOST_POW2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LONGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    piece, segment = tl.program_id(1), tl.program_id(2)
+    place = tl.load(places_ptr + segment)
+    rank, scaling = tl.load(ranks_ptr + place), tl.load(scalings_ptr + place)
+    first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
+    begin, bound = tl.load(bounds_ptr + piece), tl.load(bounds_ptr + piece + 1)
+    begin += tl.program_id(0) * TILE
+    if (rank > 0) & (end > first) & (begin < bound):
+        row, column = first + tl.arange(0, LONGEST), begin + tl.arange(0, TILE)
+        inside, taken = row < end, column < bound
+        own = (row, column, inside, taken, piece, place, rank, scaling, rows)
+        added = _added(parts_ptr, b_ptr, *own, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
+        y_at = y_ptr + row[:, None].to(tl.int64) * SIZE + column[None, :]
+        mask = inside[:, None] & taken[None, :]
+        tl.store(y_at, tl.load(y_at, mask=mask, other=0) + added, mask=mask)
+
+
+@triton.jit
+def _expand_swiglu(
+    parts_ptr,
+    b_ptr,
+    y_ptr,
+    out_ptr,
+    ends_ptr,
+    places_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    rows,
+    SIZE: tl.constexpr,
+    MOST: tl.constexpr,
+    MOST_POW2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LONGEST: tl.constexpr,
+    TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    segment, half = tl.program_id(1), SIZE // 2
+    place = tl.load(places_ptr + segment)
+    rank, scaling = tl.load(ranks_ptr + place), tl.load(scalings_ptr + place)
+    row = tl.load(ends_ptr + segment) + tl.arange(0, LONGEST)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside, taken = row < tl.load(ends_ptr + segment + 1), column < half
+    mask = inside[:, None] & taken[None, :]
+    y_at = y_ptr + row[:, None].to(tl.int64) * SIZE + column[None, :]
+    gate, up = tl.load(y_at, mask=mask, other=0), tl.load(y_at + half, mask=mask, other=0)
+    if rank > 0:
+        matrices, its = (parts_ptr, b_ptr, row), (place, rank, scaling, rows)
+        first, second = (column, inside, taken, 0), (half + column, inside, taken, 1)
+        gate += _added(*matrices, *first, *its, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
+        up += _added(*matrices, *second, *its, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
+    gate = gate.to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+    out_at = out_ptr + row[:, None].to(tl.int64) * half + column[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_adapted(y: torch.Tensor, x: torch.Tensor, adapted: Adapted, segments: Segments) -> None:
+    """Adds to each row of a product what its request's adapter makes of the row that was multiplied.
+
+    Rows that are in no segment stay as they are.
+
+    Args:
+        y: [rows, out], contiguous.
+        x: [rows, in], contiguous, of the same dtype.
+    """
+    grid = (triton.cdiv(adapted.widest, _TILE), len(adapted.bounds) - 1, len(segments.places))
+    parts, rest = _shrink_rows(x, adapted, segments), _constants(x, adapted, segments)
+    where = (adapted.bounds, *segments[:4], len(x))
+    _expand[grid](parts, adapted.b, y, *where, PARTS=len(parts), **rest)
+
+
+def adapted_swiglu(
+    gate_up: torch.Tensor, x: torch.Tensor, adapted: Adapted, segments: Segments
+) -> torch.Tensor:
+    """`swiglu` of a product with what adapters add to it.
+
+    Args:
+        gate_up: [rows, 2 * size], contiguous, of two slices; each row is in a segment.
+        x: as in `add_adapted`.
+
+    Returns:
+        [rows, size].
+    """
+    size = gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(x), size)
+    parts, rest = _shrink_rows(x, adapted, segments), _constants(x, adapted, segments)
+    grid, where = (triton.cdiv(size, _TILE), len(segments.places)), (*segments[:4], len(x))
+    _expand_swiglu[grid](parts, adapted.b, gate_up, out, *where, PARTS=len(parts), **rest)
+    return out
+
+
+def _shrink_rows(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch.Tensor:
+    """Rows through the first matrices, in parts: [parts, rows, slices * most] float32; rows without adapters are not
+    written."""
+    (rows, depth), columns, count = x.shape, adapted.a.shape[1], len(segments.places)
+    tile = min(64, max(16, triton.next_power_of_2(columns)))
+    tiles = triton.cdiv(columns, tile)
+    parts, share = split(depth, count * tiles, device_of(x.device).multiprocessors)
+    shrunk = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
+    early = starts_early(rows)
+    _shrink[count, parts, tiles](
+        x,
+        adapted.a,
+        shrunk,
+        *segments[:3],
+        rows,
+        DEPTH=depth,
+        COLUMNS=columns,
+        SLICES=len(adapted.bounds) - 1,
+        SHARE=share,
+        LONGEST=segments.longest,
+        TILE=tile,
+        STEP=_STEP,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=2 if tile < 64 else 4,
+        num_stages=3,
+    )
+    return shrunk
+
+
+def _constants(x: torch.Tensor, adapted: Adapted, segments: Segments) -> dict[str, int]:
+    """Of a second launch."""
+    _, size, most = adapted.b.shape
+    early = starts_early(len(x))
+    return dict(
+        SIZE=size,
+        MOST=most,
+        MOST_POW2=max(16, triton.next_power_of_2(most)),
+        COLUMNS=adapted.a.shape[1],
+        LONGEST=segments.longest,
+        TILE=_TILE,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=4,
+    )
+
+
+def split(depth: int, programs: int, multiprocessors: int) -> tuple[int, int]:
+    """Into how many parts columns are split that so many programs would read all of, and how many each part has."""
+    steps = triton.cdiv(depth, _STEP)
+    wanted = _WAVES * multiprocessors // programs
+    parts = max(1, min(_MOST_PARTS, steps // 2, triton.next_power_of_2(wanted + 1) // 2))
+    share = triton.cdiv(steps, parts) * _STEP
+    return triton.cdiv(depth, share), share
+
+
+def add_adapted_reference(
+    y: torch.Tensor, x: torch.Tensor, adapted: Adapted, segments: Segments
+) -> None:
+    """What `add_adapted` does."""
+    ends, bounds = segments.ends.tolist(), adapted.bounds.tolist()
+    for (begin, end), place in zip(
+        zip(ends, ends[1:], strict=False), segments.places.tolist(), strict=True
+    ):
+        rank, scaling = int(segments.ranks[place]), float(segments.scalings[place])
+        if rank == 0:
+            continue
+        for piece, (left, right) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            a = adapted.a[place, piece * rank : (piece + 1) * rank].float()
+            b = adapted.b[place, left:right, :rank].float()
+            inner = (x[begin:end].float() @ a.T).to(y.dtype).float()
+            y[begin:end, left:right] += (scaling * (inner @ b.T)).to(y.dtype)

@@ -1,0 +1,149 @@
+"""Fused layers under LoRA adapters against the release's own forward pass; kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.lora.layers import BaseLayerWithLoRA, get_lora_layer
+from sglang.srt.utils import replace_submodule
+from torch import nn
+
+from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
+from sglang_dflash.gpu import adapted_layers
+from sglang_dflash.gpu.targets import Body, fused_body
+from sglang_dflash.gpu.triton_attention import TritonBlockAttention
+from sglang_dflash.round import fused
+from sglang_dflash.round.adapter_buffers import AdapterBuffers
+from tests.unit.targets import TARGETS, WIDTH, Blocks, difference, make_target
+from tests.unit.test_fused_check import CONTEXT, Target, trials_of, whole_keys  # noqa: F401
+from tests.unit.test_fused_layers import ROUNDING, no_tilings
+
+MOST, PLACES = 5, 3
+RANKS, SCALINGS = torch.tensor([0, 3, 5, 0], dtype=torch.int32), torch.tensor([9.0, 2.0, 0.5, 0.0])
+SLICES = {"qkv_proj": 3, "gate_up_proj": 2}
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_lora.py does this"),
+]
+
+
+class Pool:
+    """The release's pool of adapters, of random ones."""
+
+    max_lora_rank = MOST
+
+    def __init__(self):
+        self.A_buffer: dict[str, list[torch.Tensor]] = {}
+        self.B_buffer: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, name: str, base: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Buffers of a layer's product."""
+        out, depth = base.weight.shape
+        made = (
+            torch.randn(PLACES, SLICES.get(name, 1) * MOST, depth) * depth**-0.5,
+            torch.randn(PLACES, out, MOST),
+        )
+        for half, buffer in zip((self.A_buffer, self.B_buffer), made, strict=True):
+            half.setdefault(name, []).append(buffer)
+        return made
+
+
+def adapt(model: nn.Module, *, experts: bool) -> tuple[CpuLoRABackend, Pool]:
+    """Gives a target the release's LoRA layers, as its manager does."""
+    torch.manual_seed(0)
+    backend, pool = CpuLoRABackend(PLACES, torch.device("cpu")), Pool()
+    names = ("qkv_proj", "o_proj") if experts else ("qkv_proj", "o_proj", *SLICES, "down_proj")
+    for path, module in list(model.named_modules()):
+        name = path.rpartition(".")[2]
+        if ".layers." not in f".{path}" or name not in names:
+            continue
+        layer = get_lora_layer(module, backend)
+        layer.set_lora_info(*pool.add(name, module))
+        replace_submodule(model, path, layer)
+    return backend, pool
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_as_the_release_computes(name: str) -> None:
+    """Requests of two adapters and of none, in one batch."""
+    model = make_target(name)
+    blocks, body = Blocks(model), fused_body(model, no_tilings(), None)
+    without = blocks.fused(body)
+    backend, _ = adapt(model, experts="moe" in name)
+    backend.batch_info = batch_info([WIDTH] * 3, [1, 0, 2], RANKS, SCALINGS)
+    expected = blocks.plain()
+    assert difference(without, expected) > 0.1
+    assert difference(blocks.fused(body.adapted()), expected) < ROUNDING
+
+
+def test_layers_that_are_not_known() -> None:
+    model = make_target("llama")
+    body = fused_body(model, no_tilings(), None)
+    adapt(model, experts=False)
+    assert body.adapted() is not None
+
+    class Other(BaseLayerWithLoRA):
+        pass
+
+    layer = model.model.layers[2]
+    layer.mlp.down_proj = Other(layer.mlp.down_proj.base_layer, None)
+    assert body.adapted() is None
+
+
+class CpuBuffers(AdapterBuffers):
+    """Whose segments the release's products on a CPU read, too."""
+
+    def blocks(self, requests: int, width: int):
+        places = self.places[:requests].tolist()
+        return batch_info([width] * requests, places, self.ranks, self.scalings)
+
+
+@contextmanager
+def parts_of(target: Target, requests: int = 8) -> Iterator[SimpleNamespace]:
+    backend, pool = adapt(target.model, experts=False)
+    manager = SimpleNamespace(max_loras_per_batch=PLACES, lora_backend=backend, memory_pool=pool)
+    before = [layer.clone() for half in (pool.A_buffer, pool.B_buffer) for layer in half["o_proj"]]
+    adapters = SimpleNamespace(buffers=CpuBuffers(manager, requests, "cpu"))
+    (first, *_) = trials_of(target.model, target.pool, True)
+    yield SimpleNamespace(
+        adapters=adapters, target=SimpleNamespace(runner=first.runner), context_len=CONTEXT
+    )
+    after = [layer for half in (pool.A_buffer, pool.B_buffer) for layer in half["o_proj"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not adapters.buffers.ranks.any() and getattr(backend, "batch_info", None) is None
+
+
+def choose(target: Target, body: Body | None, requests: int = 8) -> Body | None:
+    with parts_of(target, requests) as parts:
+        return fused.fuse_adapted(parts, TritonBlockAttention, body, 3)
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_what_is_right_is_used(requests: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Compared under adapters that are gone afterwards, with no more requests than the server runs."""
+    caplog.set_level(logging.INFO)
+    target = Target()
+    assert choose(target, target.body, requests) is not None
+    assert "DFLASH runs the target under LoRA adapters with fused layers" in caplog.text
+
+
+def test_what_is_wrong_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where adapters are left out: then all that is left is the release's way."""
+    monkeypatch.setattr(adapted_layers, "add_adapted", lambda *_: None)
+    target = Target()
+    assert choose(target, target.body) is None
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert said.startswith("DFLASH runs the target under LoRA adapters with layers as the release")
+
+
+def test_a_target_that_is_not_fused() -> None:
+    assert choose(Target(), None) is None
+    assert get_tp_group().world_size == 1

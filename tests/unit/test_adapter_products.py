@@ -1,0 +1,94 @@
+"""What adapters add to products, in Triton's interpreter and on a GPU, beside PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.gpu.kernels import adapter_products as kernels
+from sglang_dflash.gpu.kernels.adapter_products import Adapted, Segments
+from sglang_dflash.gpu.kernels.swiglu import swiglu_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLACES, MOST = 4, 5
+RANKS, SCALINGS = [0, 3, 5, 1], [9.0, 2.0, 0.5, -1.0]
+# Counts of rows by segment: blocks of a round, and a pass in which requests have few rows, none, or a chunk.
+COUNTS = {"blocks": [5, 5, 5], "pass": [16, 2, 0, 9, 1], "wide": [20, 20]}
+
+
+def segments_of(counts: list[int]) -> Segments:
+    ends = torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32)
+    places = torch.tensor([(1, 0, 2, 3, 1)[n] for n in range(len(counts))]).to(DEVICE, torch.int32)
+    ranks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE)
+    scalings = torch.tensor(SCALINGS, device=DEVICE)
+    return Segments(ends, places, ranks, scalings, 32 if max(counts) > 16 else 16)
+
+
+def adapted_of(depth: int, sizes: list[int], dtype: torch.dtype) -> Adapted:
+    """What is behind a smaller rank is of an adapter that was there before."""
+    made = torch.randn(PLACES, len(sizes) * MOST, depth), torch.randn(PLACES, sum(sizes), MOST)
+    made[0].mul_(depth**-0.5)
+    bounds = torch.tensor([0, *sizes]).cumsum(0).to(DEVICE, torch.int32)
+    return Adapted(*(each.to(DEVICE, dtype) for each in made), bounds, max(sizes))
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(
+    ("depth", "sizes"), [(64, [40]), (300, [150, 20, 20]), (1100, [64, 64]), (2200, [130])]
+)
+def test_as_pytorch(counts: str, depth: int, sizes: list[int]) -> None:
+    """One slice and several, of one step and many, whatever rows requests have; the rest of the rows stay."""
+    torch.manual_seed(0)
+    segments, adapted = segments_of(COUNTS[counts]), adapted_of(depth, sizes, torch.float32)
+    rows = int(segments.ends[-1]) + 3
+    x, y = torch.randn(rows, depth, device=DEVICE), torch.randn(rows, sum(sizes), device=DEVICE)
+    expected, before = y.clone(), y.clone()
+    kernels.add_adapted_reference(expected, x, adapted, segments)
+    kernels.add_adapted(y, x, adapted, segments)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(y[-3:], before[-3:])
+    changed = (y != before).any(1)
+    has_adapter = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    for n, place in enumerate(segments.places.tolist()):
+        begin, end = segments.ends[n : n + 2].tolist()
+        has_adapter[begin:end] = RANKS[place] > 0
+    assert torch.equal(changed, has_adapter)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(("depth", "size"), [(64, 40), (700, 150)])
+def test_swiglu(counts: str, depth: int, size: int) -> None:
+    """Of all rows, whether they have an adapter or none."""
+    torch.manual_seed(0)
+    segments, adapted = segments_of(COUNTS[counts]), adapted_of(depth, 2 * [size], torch.float32)
+    rows = int(segments.ends[-1])
+    x, y = torch.randn(rows, depth, device=DEVICE), torch.randn(rows, 2 * size, device=DEVICE)
+    before = y.clone()
+    found = kernels.adapted_swiglu(y, x, adapted, segments)
+    assert torch.equal(y, before)
+    kernels.add_adapted_reference(y, x, adapted, segments)
+    torch.testing.assert_close(found, swiglu_reference(y), rtol=1e-4, atol=1e-4)
+
+
+def test_rounds_as_the_release() -> None:
+    """The inner product and what is added, as its kernels do. The interpreter multiplies no bfloat16."""
+    torch.manual_seed(0)
+    segments, adapted = segments_of([16, 2, 9]), adapted_of(512, [96, 32], torch.float16)
+    x = torch.randn(27, 512, device=DEVICE, dtype=torch.float16)
+    y = torch.randn(27, 128, device=DEVICE, dtype=torch.float16)
+    expected = y.clone()
+    kernels.add_adapted_reference(expected, x, adapted, segments)
+    kernels.add_adapted(y, x, adapted, segments)
+    off = (y.float() - expected.float()).norm() / expected.float().norm()
+    assert off < 3e-4, off
+
+
+@pytest.mark.parametrize("depth", [64, 128, 640, 4096, 12288, 14336])
+@pytest.mark.parametrize("programs", [1, 16, 48, 200, 1000])
+def test_split(depth: int, programs: int) -> None:
+    """All columns are in a part, none of which is empty; few programs have more."""
+    parts, share = kernels.split(depth, programs, 132)
+    assert (parts - 1) * share < depth <= parts * share and 1 <= parts <= 8
+    assert parts == 1 or programs < 132
+    if depth >= 4096 and programs <= 16:
+        assert parts * programs >= 8 * min(programs, 16)
