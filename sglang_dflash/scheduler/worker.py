@@ -48,6 +48,7 @@ class DFlashWorker(DFlashWorkerBase):
             next_token_ids=torch.tensor(committed, device=batch.device),
             num_accepted_tokens=len(committed) - len(taken),
             accept_length_per_req_cpu=[len(tokens) - 1 for tokens in taken],
+            can_run_cuda_graph=self.replayed(result),
         )
 
     @staticmethod

@@ -112,6 +112,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         launched.next_token_ids = result.accepted.tokens.flatten()
         launched.accept_lens = result.accepted.lengths
         launched.expected = result.expected
+        launched.can_run_cuda_graph = self.replayed(result)
         return launched
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:

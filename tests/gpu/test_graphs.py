@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.server.checks import assert_same, assert_speculated
+from tests.server.checks import assert_same, assert_speculated, decoded_in_graphs
 from tests.server.harness import CHOSEN_WORKERS, Server, running
 
 ARGUMENTS = (
@@ -59,5 +59,5 @@ def test_every_request_stays_in_the_graphs(
                 assert_speculated(answer.result(), at_least=4)
             for answer in drawn:
                 assert answer.result()["meta_info"]["spec_verify_ct"] > 0
-        assert fallbacks(server) == 0
+        assert fallbacks(server) == 0 and decoded_in_graphs(server).keys() == {True}
         server.check_idle()

@@ -140,3 +140,14 @@ def counted(server: Server) -> Counter[tuple[str, str]]:
                 ]
                 values[sample.name.removeprefix("sglang:dflash_"), "".join(own)] += sample.value
     return values
+
+
+def decoded_in_graphs(server: Server) -> dict[bool, float]:
+    """Rounds by whether SGLang's own metric has them as replayed from graphs."""
+    modes = {"decode_cuda_graph": True, "decode_none": False}
+    return {
+        modes[sample.labels["mode"]]: sample.value
+        for family in text_string_to_metric_families(server.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "sglang:cuda_graph_passes_total" and sample.labels["mode"] in modes
+    }

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from tests.server import harness
-from tests.server.checks import accept_length, assert_same, assert_speculated, counted
+from tests.server.checks import (
+    accept_length,
+    assert_same,
+    assert_speculated,
+    counted,
+    decoded_in_graphs,
+)
 from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, generate_body, in_long, running
 from tests.server.riders import LENGTHS, RIDERS, SHORT, decoding, ran
 
@@ -64,6 +70,7 @@ def test_lengths(server: Server, plain: Server, ids: list[int], pool: ThreadPool
     for answer, reference in zip(answers, expected, strict=True):
         assert_same(answer, reference)
         assert_speculated(answer)
+    assert decoded_in_graphs(server).keys() == {True}
 
 
 def test_prefixes(server: Server, plain: Server, ids: list[int], pool: ThreadPoolExecutor) -> None:

@@ -169,7 +169,7 @@ def worker() -> tuple[DFlashWorkerV2, list[str]]:
     """A worker without models, and why its rounds waited."""
     made, reasons = object.__new__(DFlashWorkerV2), []
     made.width, made.metrics = WIDTH, SimpleNamespace(fell_back=reasons.append)
-    made.linear_states = None
+    made.linear_states, made.rounds = None, SimpleNamespace(graphs=object())
     made._server_args = SimpleNamespace(enable_hierarchical_cache=True)
     return made, reasons
 
@@ -190,12 +190,16 @@ def test_reservations_shrink_before_anyone_is_retracted(free: int) -> None:
     assert batch.check_decode_mem() == (free >= WIDTH)
 
 
-@pytest.mark.parametrize(("in_flight", "late"), [(0, False), (1, True)])
-def test_draws_that_need_history_are_launched_behind_the_result(in_flight: int, late: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_flight", "late", "fell_back"), [(0, False, None), (1, True, "no_graph")]
+)
+def test_draws_that_need_history_are_launched_behind_the_result(
+    in_flight: int, late: bool, fell_back: str | None
+) -> None:
     """The round is launched without it: a grammar asks for a result of its own, where one is in flight."""
     made, launched = worker()[0], []
     accepted = SimpleNamespace(tokens=torch.tensor([[5, 6]]), lengths=torch.tensor([2]))
-    rest = SimpleNamespace(output=None, accepted=accepted, expected=None)
+    rest = SimpleNamespace(output=None, accepted=accepted, expected=None, fell_back=fell_back)
 
     def launch_round(batch, ahead: int):
         launched.append(ahead)
@@ -214,6 +218,7 @@ def test_draws_that_need_history_are_launched_behind_the_result(in_flight: int, 
     if late:
         assert result.next_token_ids is None and result.delay_sample_func() is result
     assert result.next_token_ids.tolist() == [5, 6] and result.accept_lens.tolist() == [2]
+    assert result.can_run_cuda_graph == (fell_back is None)
     assert constrained.results_in_flight == in_flight + 1
     assert constrained.host_waits == other.host_waits == late
 
