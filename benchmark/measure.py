@@ -9,7 +9,8 @@ import shlex
 import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmark import load, provenance, traces
@@ -18,9 +19,10 @@ from benchmark.servers import (
     Server,
     ServerFailed,
     System,
+    begun,
+    named,
     own_system,
     peer_system,
-    running,
 )
 from benchmark.shapes import SHAPES, read_config, write_pair
 
@@ -83,13 +85,8 @@ def measure(args: argparse.Namespace) -> tuple[list[dict], list[str]]:
     with tempfile.TemporaryDirectory(prefix="rounds-") as folder:
         plan = _plan(args, Path(folder))
         for repeat in range(args.repeats):
-            for system in systems:
-                print(f"[{repeat + 1}/{args.repeats}] {system.name}: starting", flush=True)
-                try:
-                    _measure_system(plan, system, repeat, lines)
-                except ServerFailed as failure:
-                    failures.append(str(failure))
-                    print(failure, flush=True)
+            for group in [systems] if args.start == "together" else [[each] for each in systems]:
+                _measure_group(plan, group, repeat, lines, failures)
     return lines, failures
 
 
@@ -123,36 +120,64 @@ def _plan(args: argparse.Namespace, folder: Path) -> Plan:
     )
 
 
-def _measure_system(plan: Plan, system: System, repeat: int, lines: list[dict]) -> None:
-    """Starts a system once and measures it at every concurrency."""
-    args = plan.args
-    log = plan.logs / f"{system.name}-{repeat}.log"
-    arguments = plan.server_arguments(system)
-    with running(system, plan.device, arguments, log, args.start_timeout) as server:
-        origin = _origin(plan, system, server)
-        lines_here = []
-        for concurrency in args.concurrencies:
-            busy_gpu = _warm_up(plan, server, concurrency)
-            try:
-                samples = [
-                    _sample(plan, server, concurrency, f"{repeat}.{number}")
-                    for number in range(args.samples)
-                ]
-            except load.NoSteadyState as reason:
-                raise ServerFailed(f"at concurrency {concurrency}: {reason}") from reason
-            line = _line(plan, system, server, concurrency, repeat) | {
-                "samples": [sample.to_json() for sample in samples],
-                "provenance": origin | {"gpu": busy_gpu},
-            }
-            _keep(plan, line, lines)
-            lines_here.append(line)
-            _say(system, concurrency, samples)
-        # Last, because a profiler that was once on may leave launches slower.
-        for line in lines_here if args.profile and repeat == 0 else ():
-            profile = _profile(plan, system, server, line["concurrency"])
-            if profile:
-                changed = {"kind": "profile", "time": provenance.now(), "samples": []}
-                _keep(plan, line | changed | {"profile": profile}, lines)
+def _measure_group(
+    plan: Plan, group: Sequence[System], repeat: int, lines: list[dict], failures: list[str]
+) -> None:
+    """Starts systems side by side, and measures those that come up one after the other."""
+
+    @contextmanager
+    def noted(system: System, server: Server) -> Iterator[None]:
+        try:
+            with named(system, server):
+                yield
+        except ServerFailed as failure:
+            failures.append(str(failure))
+            print(failure, flush=True)
+
+    with ExitStack() as stack:
+        started = []
+        for system in group:
+            print(f"[{repeat + 1}/{plan.args.repeats}] {system.name}: starting", flush=True)
+            log, arguments = plan.logs / f"{system.name}-{repeat}.log", plan.server_arguments(system)
+            server = stack.enter_context(begun(system, plan.device, arguments, log))
+            started.append((system, server))
+        up = []
+        for system, server in started:
+            with noted(system, server):
+                server.wait_until_healthy(plan.args.start_timeout)
+                up.append((system, server))
+        for system, server in up:
+            with noted(system, server):
+                _measure_system(plan, system, server, repeat, lines)
+
+
+def _measure_system(
+    plan: Plan, system: System, server: Server, repeat: int, lines: list[dict]
+) -> None:
+    """Measures a running system at every concurrency."""
+    args, origin, lines_here = plan.args, _origin(plan, system, server), []
+    for concurrency in args.concurrencies:
+        busy_gpu = _warm_up(plan, server, concurrency)
+        try:
+            samples = [
+                _sample(plan, server, concurrency, f"{repeat}.{number}")
+                for number in range(args.samples)
+            ]
+        except load.NoSteadyState as reason:
+            raise ServerFailed(f"at concurrency {concurrency}: {reason}") from reason
+        line = _line(plan, system, server, concurrency, repeat) | {
+            "samples": [sample.to_json() for sample in samples],
+            "provenance": origin | {"gpu": busy_gpu},
+        }
+        _keep(plan, line, lines)
+        lines_here.append(line)
+        _say(system, concurrency, samples)
+    # Last, because a profiler that was once on may leave launches slower.
+    for line in lines_here if args.profile and repeat == 0 else ():
+        profile = _profile(plan, system, server, line["concurrency"])
+        if profile:
+            changed = {"kind": "profile", "time": provenance.now(), "samples": []}
+            _keep(plan, line | changed | {"profile": profile}, lines)
 
 
 def _keep(plan: Plan, line: dict, lines: list[dict]) -> None:

@@ -125,6 +125,7 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
     add("--attention-backend", help="default: fa3, on a CPU torch_native")
     add("--tp", type=int, default=1)
     add("--with-tokenizer", action="store_true", help="start servers with a tokenizer")
+    add("--start", choices=("together", "one-by-one"), default="one-by-one", help="%(default)s")
     add("--start-timeout", type=float, default=240, metavar="SECONDS")
 
     add("--profile", action="store_true", help="trace a few rounds and say where they go")

@@ -111,6 +111,7 @@ class Server:
         self.process, self.log, self.arguments = process, log, arguments
         self.url = f"http://127.0.0.1:{port}"
         self.start_seconds = 0.0
+        self._began = time.monotonic()
 
     def version(self) -> str:
         return version(self.url)
@@ -119,18 +120,19 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def wait_until_healthy(self, seconds: float) -> None:
-        started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        """Until so many after its start."""
+        while True:
             if self.process.poll() is not None:
                 raise ServerFailed(f"it ended with status {self.process.returncode}")
             try:
                 if requests.get(f"{self.url}/health", timeout=10).status_code == 200:
-                    self.start_seconds = time.monotonic() - started
+                    self.start_seconds = time.monotonic() - self._began
                     return
             except requests.RequestException:
                 pass
+            if time.monotonic() - self._began > seconds:
+                raise ServerFailed(f"it was not healthy after {seconds:.0f} s")
             time.sleep(0.5)
-        raise ServerFailed(f"it was not healthy after {seconds:.0f} s")
 
 
 def version(url: str) -> str:
@@ -181,19 +183,33 @@ def running(
     Raises:
         ServerFailed: it did not get healthy in `seconds`.
     """
+    with begun(system, device, arguments, log) as server, named(system, server):
+        server.wait_until_healthy(seconds)
+        yield server
+
+
+@contextmanager
+def begun(system: System, device: str, arguments: Sequence[str], log: Path) -> Iterator[Server]:
+    """Starts a server, does not wait for it, and ends it with all its processes."""
     server: Server | None = None
     try:
         with held_back():
             server = start(system, device, arguments, log)
-        server.wait_until_healthy(seconds)
         yield server
+    finally:
+        if server is not None:
+            end(server.process)
+
+
+@contextmanager
+def named(system: System, server: Server) -> Iterator[None]:
+    """What fails within names the system, and has the end of the server's log."""
+    try:
+        yield
     except ServerFailed as failure:
         raise ServerFailed(f"{system.name}: {failure}\n{server.tail()}") from None
     except (requests.RequestException, RuntimeError) as error:
         raise ServerFailed(f"{system.name}: {error}\n{server.tail()}") from error
-    finally:
-        if server is not None:
-            end(server.process)
 
 
 @contextmanager
