@@ -138,7 +138,10 @@ def _measure_group(
         started = []
         for system in group:
             print(f"[{repeat + 1}/{plan.args.repeats}] {system.name}: starting", flush=True)
-            log, arguments = plan.logs / f"{system.name}-{repeat}.log", plan.server_arguments(system)
+            log, arguments = (
+                plan.logs / f"{system.name}-{repeat}.log",
+                plan.server_arguments(system),
+            )
             server = stack.enter_context(begun(system, plan.device, arguments, log))
             started.append((system, server))
         up = []

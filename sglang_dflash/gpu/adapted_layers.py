@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.lora.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
@@ -20,13 +22,14 @@ from sglang.srt.lora.layers import (
 from sglang.srt.lora.utils import LoRABatchInfo
 from torch import nn
 
-from sglang_dflash.gpu.fused_layers import FusedLayers, whole_product
+from sglang_dflash.gpu.fused_layers import FusedLayers, products_of, whole_product
 from sglang_dflash.gpu.kernels.adapter_products import (
     Adapted,
     Segments,
     adapted_swiglu,
     add_adapted,
 )
+from sglang_dflash.gpu.kernels.swiglu import swiglu
 from sglang_dflash.gpu.tilings import Kind
 
 # Of each kind of product: its two buffers of adapters.
@@ -55,6 +58,31 @@ class AdaptedLayers(FusedLayers):
             return None
         return cls(fused.layers, fused.last_norm, fused.tilings, fused.ranks)
 
+    def products(self, rows: int, *, fused: bool) -> list[torch.Tensor]:
+        """Random rows, the same on all ranks, through one product of each shape that may have an adapter.
+
+        Args:
+            fused: as they are in `run`, instead of as the release has them; summed over the ranks either way.
+
+        Returns:
+            [rows, out] each, after the gate where one follows.
+        """
+        adapted = {
+            (kind, *(buffer.shape for buffer in _buffers(linear))): linear
+            for linear, kind in products_of(self, rows)
+            if isinstance(linear, BaseLayerWithLoRA)
+        }
+        generator, made = torch.Generator().manual_seed(0), []
+        for (kind, a, _), linear in adapted.items():
+            weight = self.last_norm.weight
+            x = torch.randn(rows, a[-1], generator=generator).to(weight.device, weight.dtype)
+            if fused:
+                made.append(_summed(linear, self._product(linear, x, kind)))
+            else:
+                y = linear(x)[0]
+                made.append(swiglu(y) if kind is Kind.SWIGLU else y)
+        return made
+
     def _product(self, linear: nn.Module, x: torch.Tensor, kind: Kind) -> torch.Tensor:
         if not isinstance(linear, BaseLayerWithLoRA):
             return super()._product(linear, x, kind)
@@ -66,8 +94,20 @@ class AdaptedLayers(FusedLayers):
         return y
 
 
+def _summed(linear: BaseLayerWithLoRA, y: torch.Tensor) -> torch.Tensor:
+    """A product of which other ranks have parts, as the release leaves it."""
+    base = linear.base_layer
+    parts = isinstance(base, RowParallelLinear) and base.reduce_results and base.tp_size > 1
+    return tensor_model_parallel_all_reduce(y) if parts else y
+
+
+def _buffers(linear: BaseLayerWithLoRA) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = _BUFFERS[type(linear)]
+    return getattr(linear, first), getattr(linear, second)
+
+
 def _adapted(linear: BaseLayerWithLoRA) -> Adapted:
-    a, b = (getattr(linear, name) for name in _BUFFERS[type(linear)])
+    a, b = _buffers(linear)
     slices = getattr(linear.base_layer, "output_partition_sizes", [b.shape[1]])
     return Adapted(a, b, linear.output_offset, max(slices))
 

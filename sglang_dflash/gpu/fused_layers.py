@@ -138,14 +138,15 @@ def fuse_layers(
     fused = FusedLayers(layers, last_norm, tilings, ranks)
     weights: dict[Key, list[torch.Tensor]] = {}
     for room in ROOMS:
-        for linear, kind in _products(fused, room):
+        for linear, kind in products_of(fused, room):
             if (key := key_of(linear, kind, room)) is not None:
                 weights.setdefault(key, []).append(linear.weight)
     tilings.find(weights)
     return fused
 
 
-def _products(fused: FusedLayers, rows: int) -> Iterator[tuple[nn.Module, Kind]]:
+def products_of(fused: FusedLayers, rows: int) -> Iterator[tuple[nn.Module, Kind]]:
+    """The matrix products that layers run over so many rows, in their order, without those of experts."""
     after = fused._after(rows)
     for layer in fused.layers:
         yield layer.self_attn.qkv_proj, Kind.SUMMED

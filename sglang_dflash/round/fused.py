@@ -19,6 +19,8 @@ from sglang_dflash.gpu.rank_sums import open_rank_sums
 from sglang_dflash.gpu.targets import Body, fused_body
 from sglang_dflash.gpu.tiling_times import time_tilings
 from sglang_dflash.gpu.tilings import tilings_of_process
+from sglang_dflash.round.adapted_check import product_ways, trial_rows
+from sglang_dflash.round.adapter_buffers import AdapterBuffers
 from sglang_dflash.round.fused_check import Way, first_right, trial_blocks
 from sglang_dflash.round.parts import Parts
 
@@ -64,33 +66,18 @@ def fuse_models(
 
 
 def fuse_adapted(
-    parts: Parts, attention: type[BlockAttention], body: Body | None, width: int
+    buffers: AdapterBuffers, body: Body | None, requests: int, width: int
 ) -> Body | None:
     """The target with its LoRA layers, likewise, if it is fused without them.
 
-    Compared with the release's under adapters of random numbers, which are gone afterwards.
+    Its products are compared with the release's under adapters of random numbers, which are gone afterwards.
     """
-    target, buffers = parts.target.runner, parts.adapters.buffers
     adapted = None if body is None else body.adapted()
     if adapted is None:
         return None
-
-    def under_adapters(way: Way) -> Way:
-        def run(batch: ForwardBatch) -> list[torch.Tensor]:
-            requests = len(batch.input_ids) // width
-            with buffers.over(buffers.blocks(requests, width)):
-                return way.run(batch)
-
-        return way._replace(use=lambda: None, run=run)
-
-    fused, *_, release = target_ways(target.model, adapted)
-    trials = [
-        trial
-        for trial in trial_blocks(target, attention, True, width, parts.context_len)
-        if len(trial.round.rows) <= len(buffers.places)
-    ]
-    ways = [under_adapters(way) for way in (fused, release)]
+    ways = product_ways(adapted.layers, (LAYERS, RELEASE))
     with buffers.random_adapters():
+        trials = trial_rows(buffers, requests, width)
         chosen = first_right("target under LoRA adapters", ways, trials, get_tp_group())
     logger.info("DFLASH runs the target under LoRA adapters with %s", chosen.name)
     return adapted if chosen.name == LAYERS else None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.gpu.block_attention import BlockAttention
@@ -36,12 +36,19 @@ class Way(NamedTuple):
     Attributes:
         name: to stand behind "with".
         use: makes the model run so.
-        run: batch → hidden states and taps, [rows, hidden] each.
+        run: what a trial gives it, as a batch → hidden states and taps, [rows, hidden] each.
     """
 
     name: str
     use: Callable[[], object]
-    run: Callable[[ForwardBatch], Sequence[torch.Tensor]]
+    run: Callable[[Any], Sequence[torch.Tensor]]
+
+
+class Trial(Protocol):
+    """What ways are compared on."""
+
+    def run(self, way: Way) -> list[torch.Tensor]:
+        """What a way makes of it, in float32."""
 
 
 class TrialBlocks:
@@ -119,7 +126,7 @@ def trial_blocks(
 
 
 def first_right(
-    whose: str, ways: Sequence[Way], trials: Sequence[TrialBlocks], group: GroupCoordinator
+    whose: str, ways: Sequence[Way], trials: Sequence[Trial], group: GroupCoordinator
 ) -> Way:
     """The first way that gives what the last one, the release's, gives; all ranks get the same, and it is in use.
 
@@ -145,7 +152,7 @@ def first_right(
     return plain
 
 
-def _expected(plain: Way, trials: Sequence[TrialBlocks]) -> list[list[torch.Tensor]] | Exception:
+def _expected(plain: Way, trials: Sequence[Trial]) -> list[list[torch.Tensor]] | Exception:
     try:
         plain.use()
         return [trial.run(plain) for trial in trials]
@@ -154,7 +161,7 @@ def _expected(plain: Way, trials: Sequence[TrialBlocks]) -> list[list[torch.Tens
 
 
 def _why_not(
-    way: Way, trials: Sequence[TrialBlocks], expected: list[list[torch.Tensor]] | Exception
+    way: Way, trials: Sequence[Trial], expected: list[list[torch.Tensor]] | Exception
 ) -> str:
     """What is wrong with a way, to stand behind "because"; empty if nothing."""
     if isinstance(expected, Exception):
@@ -171,7 +178,7 @@ def _why_not(
     if middle <= MIDDLE and worst <= WORST:
         logger.info("DFLASH compared %s with the release's: rows are %s", way.name, off)
         return ""
-    return f"rows of hidden states were {off}"
+    return f"rows were {off}"
 
 
 def difference(

@@ -257,9 +257,8 @@ class RoundGraphs:
             widths: that these may have.
         """
         keys = [key._replace(adapted=True) for key in self._keys(self.sizes, widths)]
-        self.adapted_body = fuse_adapted(
-            self.parts, self.attention.target, self.body, self.widths[-1]
-        )
+        buffers = self.parts.adapters.buffers
+        self.adapted_body = fuse_adapted(buffers, self.body, self.sizes[-1], self.widths[-1])
         self._capture_all("rounds with LoRA adapters", keys, self._capture)
 
     def _capture_all(

@@ -17,11 +17,10 @@ from torch import nn
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.gpu import adapted_layers
 from sglang_dflash.gpu.targets import Body, fused_body
-from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.round import fused
 from sglang_dflash.round.adapter_buffers import AdapterBuffers
 from tests.unit.targets import TARGETS, WIDTH, Blocks, difference, make_target
-from tests.unit.test_fused_check import CONTEXT, Target, trials_of, whole_keys  # noqa: F401
+from tests.unit.test_fused_check import Target, whole_keys  # noqa: F401
 from tests.unit.test_fused_layers import ROUNDING, no_tilings
 
 MOST, PLACES = 5, 3
@@ -100,28 +99,31 @@ class CpuBuffers(AdapterBuffers):
     """Whose segments the release's products on a CPU read, too."""
 
     def blocks(self, requests: int, width: int):
-        places = self.places[:requests].tolist()
-        return batch_info([width] * requests, places, self.ranks, self.scalings)
+        return self._of(requests * [width])
+
+    def tiles(self, ends: torch.Tensor, rows: int):
+        return self._of(ends.diff().tolist())
+
+    def _of(self, counts: list[int]):
+        places = self.places[: len(counts)].tolist()
+        return batch_info(counts, places, self.ranks, self.scalings)
 
 
 @contextmanager
-def parts_of(target: Target, requests: int = 8) -> Iterator[SimpleNamespace]:
+def buffers_of(target: Target, requests: int) -> Iterator[AdapterBuffers]:
     backend, pool = adapt(target.model, experts=False)
     manager = SimpleNamespace(max_loras_per_batch=PLACES, lora_backend=backend, memory_pool=pool)
     before = [layer.clone() for half in (pool.A_buffer, pool.B_buffer) for layer in half["o_proj"]]
-    adapters = SimpleNamespace(buffers=CpuBuffers(manager, requests, "cpu"))
-    (first, *_) = trials_of(target.model, target.pool, True)
-    yield SimpleNamespace(
-        adapters=adapters, target=SimpleNamespace(runner=first.runner), context_len=CONTEXT
-    )
+    buffers = CpuBuffers(manager, requests, "cpu")
+    yield buffers
     after = [layer for half in (pool.A_buffer, pool.B_buffer) for layer in half["o_proj"]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert not adapters.buffers.ranks.any() and getattr(backend, "batch_info", None) is None
+    assert not buffers.ranks.any() and getattr(backend, "batch_info", None) is None
 
 
 def choose(target: Target, body: Body | None, requests: int = 8) -> Body | None:
-    with parts_of(target, requests) as parts:
-        return fused.fuse_adapted(parts, TritonBlockAttention, body, 3)
+    with buffers_of(target, requests) as buffers:
+        return fused.fuse_adapted(buffers, body, requests, 3)
 
 
 @pytest.mark.parametrize("requests", [1, 8])
