@@ -1,7 +1,7 @@
 """Fused layers of requests that may each have a LoRA adapter.
 
-Products with adapters are the layer's own, whole, and what adapters add goes into them before anything reads them; all
-else is what `FusedLayers` runs. Which adapter a row has, the release's LoRA backend has been told.
+What adapters add goes into products before anything reads them; the one in front of a gate is the layer's own for that,
+whole. All else is what `FusedLayers` runs. Which adapter a row has, the release's LoRA backend has been told.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.lora.layers import (
@@ -19,15 +18,14 @@ from sglang.srt.lora.layers import (
     QKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from sglang.srt.lora.utils import LoRABatchInfo
 from torch import nn
 
 from sglang_dflash.gpu.fused_layers import FusedLayers, products_of, whole_product
 from sglang_dflash.gpu.kernels.adapter_products import (
     Adapted,
-    Segments,
-    adapted_swiglu,
-    add_adapted,
+    add_expanded,
+    expanded_swiglu,
+    shrink,
 )
 from sglang_dflash.gpu.kernels.swiglu import swiglu
 from sglang_dflash.gpu.tilings import Kind
@@ -77,7 +75,8 @@ class AdaptedLayers(FusedLayers):
             weight = self.last_norm.weight
             x = torch.randn(rows, a[-1], generator=generator).to(weight.device, weight.dtype)
             if fused:
-                made.append(_summed(linear, self._product(linear, x, kind)))
+                y = self._product(linear, x, kind)
+                made.append(_summed(linear, y.sum(0).to(x.dtype) if y.dim() == 3 else y))
             else:
                 y = linear(x)[0]
                 made.append(swiglu(y) if kind is Kind.SWIGLU else y)
@@ -86,11 +85,12 @@ class AdaptedLayers(FusedLayers):
     def _product(self, linear: nn.Module, x: torch.Tensor, kind: Kind) -> torch.Tensor:
         if not isinstance(linear, BaseLayerWithLoRA):
             return super()._product(linear, x, kind)
-        y = whole_product(linear.base_layer, x)
-        given = (y, x, _adapted(linear), _segments(linear.lora_backend.batch_info))
+        base, its = linear.base_layer, (_adapted(linear), linear.lora_backend.batch_info.grouped)
+        shrunk = shrink(x, *its)
         if kind is Kind.SWIGLU:
-            return adapted_swiglu(*given)
-        add_adapted(*given)
+            return expanded_swiglu(whole_product(base, x), shrunk, *its)
+        y = super()._product(base, x, kind)
+        add_expanded(y if y.dim() == 2 else y[0], shrunk, *its)
         return y
 
 
@@ -110,9 +110,3 @@ def _adapted(linear: BaseLayerWithLoRA) -> Adapted:
     a, b = _buffers(linear)
     slices = getattr(linear.base_layer, "output_partition_sizes", [b.shape[1]])
     return Adapted(a, b, linear.output_offset, max(slices))
-
-
-def _segments(info: LoRABatchInfo) -> Segments:
-    """Of rows that lie in their requests' order, as those of `AdapterBuffers` do."""
-    longest = max(16, triton.next_power_of_2(info.max_len))
-    return Segments(info.seg_indptr, info.weight_indices, info.lora_ranks, info.scalings, longest)

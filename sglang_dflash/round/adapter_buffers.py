@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.utils import next_power_of_2
 
+from sglang_dflash.gpu.kernels.adapter_products import Segments
 from sglang_dflash.round.adapted_head import AdaptedHead
 
 if TYPE_CHECKING:
@@ -18,12 +20,23 @@ if TYPE_CHECKING:
 # By request: the id of its adapter, None for the target alone.
 Ids = Sequence[str | None]
 
-_TILE = 16  # rows of a segment of a pass; the release's kernels compute so many at once
+_TILE = 16  # rows of a segment of a pass; kernels compute so many at once
 
 
 def has_adapters(ids: Ids | None) -> bool:
     """Whether any of some requests has an adapter."""
     return any(each is not None for each in ids or ())
+
+
+@dataclass
+class AdaptedRows(LoRABatchInfo):
+    """Which rows have which adapters.
+
+    Attributes:
+        grouped: the same for our own kernels; the other fields are the release's.
+    """
+
+    grouped: Segments | None = None
 
 
 class AdapterBuffers:
@@ -83,36 +96,55 @@ class AdapterBuffers:
                 buffer.zero_()
             self._filled = None
 
-    def blocks(self, requests: int, width: int) -> LoRABatchInfo:
+    def blocks(self, requests: int, width: int) -> AdaptedRows:
         """To the release's LoRA layers: blocks of `width` rows, each a request's, one behind the other."""
         ends = torch.arange(0, requests * width + 1, width, device=self.places.device)
         tile = next_power_of_2(max(width, _TILE))
         return self._segments(ends, self.places[:requests], requests * width, width, tile)
 
-    def tiles(self, ends: torch.Tensor, rows: int) -> LoRABatchInfo:
+    def tiles(self, ends: torch.Tensor, rows: int) -> AdaptedRows:
         """Likewise: any numbers of rows of each request.
 
         Args:
             ends: [requests + 1] int32, where each request's rows begin, and end; only the device knows.
-            rows: of all of them.
+            rows: of all of them, and of what fills the pass up.
         """
-        requests = len(ends) - 1
-        counts = -(-ends.diff() // _TILE)
-        last = counts.cumsum(0)  # the segment behind each request's
-        segment = torch.arange(rows // _TILE + requests, device=ends.device)
-        request = torch.searchsorted(last, segment, right=True)
-        used, request = request < requests, request.clamp(max=requests - 1)
-        begins = ends[request] + _TILE * (segment - (last - counts)[request])
-        begins = torch.cat([begins.minimum(ends[request + 1]), ends[-1:]])
-        places = self.places[request].masked_fill(~used, self._none)
-        return self._segments(begins, places, rows, _TILE, _TILE)
+        requests, ends = len(ends) - 1, ends.long()
+        begins, request = _tiled(ends, rows)
+        places = self._places_of(request, requests)
+        info = self._segments(begins, places, rows, _TILE, _TILE)
+        row = torch.arange(rows, device=ends.device)
+        places = self._places_of(torch.searchsorted(ends[1:], row, right=True), requests)
+        info.grouped = self._grouped(places)
+        return info
+
+    def _places_of(self, request: torch.Tensor, requests: int) -> torch.Tensor:
+        """Places of the adapters of requests; of what is no request, and has a larger number, the one for none."""
+        places = self.places[request.clamp(max=requests - 1)]
+        return places.masked_fill(request >= requests, self._none)
+
+    def _grouped(self, places: torch.Tensor) -> Segments:
+        """Rows by the places of their adapters ([rows] int32); without one they are the last."""
+        places = places.masked_fill(self.ranks[places] == 0, self._none)
+        known = torch.arange(self._none + 1, device=places.device)
+        ends = torch.cat([known.new_zeros(1), (places == known[:, None]).sum(1).cumsum(0)])
+        begins, place = _tiled(ends, len(places))
+        order = places.argsort(stable=True)
+        return self._own(begins, place.clamp(max=self._none), order, _TILE)
+
+    def _own(
+        self, ends: torch.Tensor, places: torch.Tensor, order: torch.Tensor, longest: int
+    ) -> Segments:
+        ends, places, order = (each.to(torch.int32) for each in (ends, places, order))
+        return Segments(ends, places, self.ranks, self.scalings, order, longest)
 
     def _segments(
         self, ends: torch.Tensor, places: torch.Tensor, rows: int, longest: int, tile: int
-    ) -> LoRABatchInfo:
+    ) -> AdaptedRows:
+        order = torch.arange(rows, dtype=torch.int32, device=ends.device)
         # csgmv reads rows in an order, and takes for the length of a segment how many it computes at once.
         chunked = self._manager.lora_backend.name == "csgmv"
-        return LoRABatchInfo(
+        return AdaptedRows(
             use_cuda_graph=False,
             bs=len(places),
             num_segments=len(places),
@@ -122,10 +154,9 @@ class AdapterBuffers:
             scalings=self.scalings,
             max_len=tile if chunked else longest,
             seg_lens=ends.diff().to(torch.int32),
-            permutation=torch.arange(rows, dtype=torch.int32, device=ends.device)
-            if chunked
-            else None,
+            permutation=order if chunked else None,
             has_active_lora=True,
+            grouped=self._own(ends, places, order, tile),
         )
 
     @contextmanager
@@ -146,6 +177,27 @@ class AdapterBuffers:
             return None
         owners = self.places[:requests, None].expand(-1, width).flatten()
         return AdaptedHead(head, self.blocks(requests, width), owners)
+
+
+def _tiled(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs of rows in segments of a tile's rows at most, as many as there may be.
+
+    Args:
+        ends: [runs + 1] int64, where each run begins, and where the last one ends; only the device knows.
+        rows: of all runs, at most.
+
+    Returns:
+        [segments + 1] where each begins, and where the last one ends; [segments] of which run each is, of those without
+        rows the number of runs.
+    """
+    runs = len(ends) - 1
+    counts = -(-ends.diff() // _TILE)
+    last = counts.cumsum(0)  # the segment behind each run's
+    segment = torch.arange(rows // _TILE + runs, device=ends.device)
+    run = torch.searchsorted(last, segment, right=True)
+    at = run.clamp(max=runs - 1)
+    begins = ends[at] + _TILE * (segment - (last - counts)[at])
+    return torch.cat([begins.minimum(ends[at + 1]), ends[-1:]]), run
 
 
 def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -125,7 +125,9 @@ def adapters(capability: int, dtype: str) -> int:
     names = ("x_ptr", "a_ptr", "b_ptr", "y_ptr", "out_ptr")
     types = dict.fromkeys(names, f"*{dtype}") | {"rows": "i32"}
     types |= dict.fromkeys(("parts_ptr", "scalings_ptr"), "*fp32")
-    types |= dict.fromkeys(("ends_ptr", "places_ptr", "ranks_ptr", "bounds_ptr"), "*i32")
+    types |= dict.fromkeys(
+        ("ends_ptr", "places_ptr", "ranks_ptr", "bounds_ptr", "order_ptr"), "*i32"
+    )
     made = []
     for most, tile, share in ((16, 64, 512), (256, 64, 4096)):
         rest = dict(COLUMNS=3 * most, LONGEST=16, EARLY=capability >= 90)
@@ -133,6 +135,8 @@ def adapters(capability: int, dtype: str) -> int:
         expand = rest | dict(SIZE=6144, MOST=most, MOST_POW2=most, PARTS=4096 // share, TILE=128)
         made.append(compiled(adapter_products._shrink, capability, shrink, types, 4))
         made.append(compiled(adapter_products._expand, capability, expand, types, 4))
+        parts = types | {"y_ptr": "*fp32"}
+        made.append(compiled(adapter_products._expand, capability, expand, parts, 4))
         made.append(compiled(adapter_products._expand_swiglu, capability, expand, types, 4))
     return max(each.metadata.shared for each in made)
 

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
 from sglang.srt.lora.layers import BaseLayerWithLoRA, get_lora_layer
-from sglang.srt.utils import replace_submodule
+from sglang.srt.utils import next_power_of_2, replace_submodule
 from torch import nn
 
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.gpu import adapted_layers
+from sglang_dflash.gpu.fused_layers import FusedLayers
+from sglang_dflash.gpu.kernels.adapter_products import Segments
 from sglang_dflash.gpu.targets import Body, fused_body
+from sglang_dflash.gpu.tilings import Kind
 from sglang_dflash.round import fused
 from sglang_dflash.round.adapter_buffers import AdapterBuffers
 from tests.unit.targets import TARGETS, WIDTH, Blocks, difference, make_target
@@ -68,6 +72,18 @@ def adapt(model: nn.Module, *, experts: bool) -> tuple[CpuLoRABackend, Pool]:
     return backend, pool
 
 
+def info_of(
+    counts: list[int], places: list[int], ranks: torch.Tensor, scalings: torch.Tensor
+) -> TorchNativeLoRABatchInfo:
+    """What the release's products on a CPU read, and ours."""
+    info = batch_info(counts, places, ranks, scalings)
+    rows = torch.arange(sum(counts), dtype=torch.int32)
+    ends = torch.tensor([0, *counts]).cumsum(0).int()
+    longest = max(16, next_power_of_2(max(counts)))
+    info.grouped = Segments(ends, torch.tensor(places).int(), ranks, scalings, rows, longest)
+    return info
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_as_the_release_computes(name: str) -> None:
     """Requests of two adapters and of none, in one batch."""
@@ -75,10 +91,28 @@ def test_as_the_release_computes(name: str) -> None:
     blocks, body = Blocks(model), fused_body(model, no_tilings(), None)
     without = blocks.fused(body)
     backend, _ = adapt(model, experts="moe" in name)
-    backend.batch_info = batch_info([WIDTH] * 3, [1, 0, 2], RANKS, SCALINGS)
+    backend.batch_info = info_of([WIDTH] * 3, [1, 0, 2], RANKS, SCALINGS)
     expected = blocks.plain()
     assert difference(without, expected) > 0.1
     assert difference(blocks.fused(body.adapted()), expected) < ROUNDING
+
+
+def test_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tilings leave them, which float32 has none of."""
+    model = make_target("qwen3")
+    blocks, body = Blocks(model), fused_body(model, no_tilings(), None)
+    backend, _ = adapt(model, experts=False)
+    backend.batch_info = info_of([WIDTH] * 3, [1, 0, 2], RANKS, SCALINGS)
+    expected, whole, seen = blocks.plain(), FusedLayers._product, []
+
+    def in_parts(layers: FusedLayers, linear: nn.Module, x: torch.Tensor, kind: Kind):
+        seen.append(kind)
+        y = whole(layers, linear, x, kind)
+        return torch.stack([0.25 * y, 0.75 * y]) if kind is Kind.SUMMED else y
+
+    monkeypatch.setattr(FusedLayers, "_product", in_parts)
+    assert difference(blocks.fused(body.adapted()), expected) < ROUNDING
+    assert Kind.SUMMED in seen
 
 
 def test_layers_that_are_not_known() -> None:
@@ -106,7 +140,7 @@ class CpuBuffers(AdapterBuffers):
 
     def _of(self, counts: list[int]):
         places = self.places[: len(counts)].tolist()
-        return batch_info(counts, places, self.ranks, self.scalings)
+        return info_of(counts, places, self.ranks, self.scalings)
 
 
 @contextmanager
@@ -139,7 +173,7 @@ def test_what_is_wrong_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where adapters are left out: then all that is left is the release's way."""
-    monkeypatch.setattr(adapted_layers, "add_adapted", lambda *_: None)
+    monkeypatch.setattr(adapted_layers, "add_expanded", lambda *_: None)
     target = Target()
     assert choose(target, target.body) is None
     (said,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]

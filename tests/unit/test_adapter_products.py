@@ -21,7 +21,8 @@ def segments_of(counts: list[int]) -> Segments:
     places = torch.tensor([(1, 0, 2, 3, 1)[n] for n in range(len(counts))]).to(DEVICE, torch.int32)
     ranks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE)
     scalings = torch.tensor(SCALINGS, device=DEVICE)
-    return Segments(ends, places, ranks, scalings, 32 if max(counts) > 16 else 16)
+    order = torch.randperm(sum(counts)).to(DEVICE, torch.int32)
+    return Segments(ends, places, ranks, scalings, order, 32 if max(counts) > 16 else 16)
 
 
 def adapted_of(depth: int, sizes: list[int], dtype: torch.dtype) -> Adapted:
@@ -44,14 +45,14 @@ def test_as_pytorch(counts: str, depth: int, sizes: list[int]) -> None:
     x, y = torch.randn(rows, depth, device=DEVICE), torch.randn(rows, sum(sizes), device=DEVICE)
     expected, before = y.clone(), y.clone()
     kernels.add_adapted_reference(expected, x, adapted, segments)
-    kernels.add_adapted(y, x, adapted, segments)
+    kernels.add_expanded(y, kernels.shrink(x, adapted, segments), adapted, segments)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(y[-3:], before[-3:])
     changed = (y != before).any(1)
     has_adapter = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
     for n, place in enumerate(segments.places.tolist()):
         begin, end = segments.ends[n : n + 2].tolist()
-        has_adapter[begin:end] = RANKS[place] > 0
+        has_adapter[segments.order[begin:end].long()] = RANKS[place] > 0
     assert torch.equal(changed, has_adapter)
 
 
@@ -64,10 +65,23 @@ def test_swiglu(counts: str, depth: int, size: int) -> None:
     rows = int(segments.ends[-1])
     x, y = torch.randn(rows, depth, device=DEVICE), torch.randn(rows, 2 * size, device=DEVICE)
     before = y.clone()
-    found = kernels.adapted_swiglu(y, x, adapted, segments)
+    found = kernels.expanded_swiglu(y, kernels.shrink(x, adapted, segments), adapted, segments)
     assert torch.equal(y, before)
     kernels.add_adapted_reference(y, x, adapted, segments)
     torch.testing.assert_close(found, swiglu_reference(y), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_a_product() -> None:
+    """In float32, of which rounded numbers are added to one part."""
+    torch.manual_seed(0)
+    segments, adapted = segments_of([16, 2, 9]), adapted_of(512, [96], torch.float16)
+    x = torch.randn(27, 512, device=DEVICE, dtype=torch.float16)
+    parts = torch.randn(3, 27, 96, device=DEVICE)
+    expected, before = parts.clone(), parts.clone()
+    kernels.add_adapted_reference(expected[0], x, adapted, segments)
+    kernels.add_expanded(parts[0], kernels.shrink(x, adapted, segments), adapted, segments)
+    torch.testing.assert_close(parts[0], expected[0], rtol=1e-3, atol=2e-3)
+    assert torch.equal(parts[1:], before[1:]) and not torch.equal(parts[0], before[0])
 
 
 def test_rounds_as_the_release() -> None:
@@ -78,7 +92,7 @@ def test_rounds_as_the_release() -> None:
     y = torch.randn(27, 128, device=DEVICE, dtype=torch.float16)
     expected = y.clone()
     kernels.add_adapted_reference(expected, x, adapted, segments)
-    kernels.add_adapted(y, x, adapted, segments)
+    kernels.add_expanded(y, kernels.shrink(x, adapted, segments), adapted, segments)
     off = (y.float() - expected.float()).norm() / expected.float().norm()
     assert off < 3e-4, off
 

@@ -23,8 +23,9 @@ from transformers import AutoConfig
 from sglang_dflash.checkpoint.adapter import check_adapter, check_limits, read_adapter
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.kernels.adapter_products import Adapted, add_expanded, shrink
 from sglang_dflash.round.adapted_head import AdaptedHead
-from sglang_dflash.round.adapter_buffers import AdapterBuffers
+from sglang_dflash.round.adapter_buffers import AdaptedRows, AdapterBuffers
 from sglang_dflash.serving.adapters import check_lora_arguments, named_paths, until_unused
 from sglang_dflash.serving.lora_manager import CheckingLoRAManager
 from tests.server.adapters import ATTENTION, ENDS, MLP, write_adapter
@@ -342,7 +343,7 @@ def test_what_captured_rounds_read(name: str, width: int) -> None:
     info = buffers.blocks(4, width)
     for ids in (["a", None, "b"], ["b", "b", "a", None], ["a"]):
         buffers.fill(ids)
-        check_products(buffers, backend, info, 4 * width, [(each, width) for each in ids])
+        check_products(buffers, info, 4 * width, [(each, width) for each in ids])
     assert buffers._manager.fetched[1] == {"a", "b", None}
 
 
@@ -359,7 +360,8 @@ def test_what_captured_passes_read(name: str) -> None:
         buffers.fill(ids)
         info = buffers.tiles(ends, rows)
         assert len(info.weight_indices) == rows // 16 + requests  # whatever the requests have
-        check_products(buffers, backend, info, rows, list(zip(ids, counts, strict=True)))
+        assert len(info.grouped.places) == rows // 16 + 4
+        check_products(buffers, info, rows, list(zip(ids, counts, strict=True)))
 
 
 def gpu_backend(name: str) -> BaseLoRABackend:
@@ -370,24 +372,47 @@ def gpu_backend(name: str) -> BaseLoRABackend:
 
 
 def check_products(
-    buffers: AdapterBuffers,
-    backend: BaseLoRABackend,
-    info: LoRABatchInfo,
-    rows: int,
-    requests: list[tuple[str | None, int]],
+    buffers: AdapterBuffers, info: AdaptedRows, rows: int, requests: list[tuple[str | None, int]]
 ) -> None:
-    """What the kernels add to the rows of requests, each with an adapter and so many rows."""
+    """What the release's kernels and ours add to the rows of requests, each with an adapter and so many rows."""
+    backend = buffers._manager.lora_backend
     a, b, ends = torch.randn(3, 16, 32), torch.randn(3, 64, 16), torch.tensor([0, 64])
     x, base = torch.randn(rows, 32), torch.randn(rows, 64)
     with buffers.over(info):
         inner = backend.run_lora_a_sgemm(x, a)
         made = backend.run_lora_b_sgemm(inner, b, output_offset=ends, base_output=base.clone())
+    fused = base.clone()
+    its = Adapted(a, b, ends.int(), 64), info.grouped
+    add_expanded(fused, shrink(x, *its), *its)
     ids, counts = zip(*requests, strict=True)
     places = zip(buffers._manager.places_of(ids), counts, strict=True)
     owners = [place for place, count in places for _ in range(count)]
     ours = slice(len(owners))
     added = expected(x[ours], a, b, owners)
-    torch.testing.assert_close(made[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
+    for each in (made, fused):
+        torch.testing.assert_close(each[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("requests", [1, 7, 80])
+def test_rows_by_adapters(requests: int) -> None:
+    """Each row is in one segment, of its adapter; those without one, and those of nobody, are the last."""
+    torch.manual_seed(0)
+    buffers = AdapterBuffers(Manager(SimpleNamespace(name="triton")), requests, "cpu")
+    buffers.fill([("a", "b", None)[n % 3] for n in range(requests)])
+    for rows in (64, 320):
+        counts = torch.randint(0, 2 * rows // requests, (requests,))
+        ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).clamp(max=rows).int()
+        grouped = buffers.tiles(ends, rows).grouped
+        request = torch.searchsorted(ends[1:].long(), torch.arange(rows), right=True)
+        place = torch.cat([buffers.places, torch.zeros(1).int()])[request]
+        assert grouped.order.sort().values.tolist() == list(range(rows))
+        assert grouped.ends[0] == 0 and grouped.ends[-1] == rows
+        lengths = grouped.ends.diff()
+        assert lengths.min() >= 0 and lengths.max() <= 16
+        by_segment = grouped.places.repeat_interleave(lengths)
+        found = by_segment.masked_fill(grouped.ranks[by_segment] == 0, 0)
+        assert torch.equal(found, place[grouped.order.long()])
+        assert (found == 0).int().diff().ge(0).all()
 
 
 def test_config_is_what_peft_writes(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """What LoRA adapters add to a matrix product: rows through two thin matrices, those of each request's own adapter.
 
 The release's kernels give all columns of sixteen rows to one program, which then reads them one after the other while
-most of the GPU rests. Here they are split over programs, and the second launch adds up what those made.
+most of the GPU rests. Here they are split over programs, and the second launch adds up what those made. Rows of all
+requests with one adapter are computed together: where requests have few rows each, segments of them would be nearly
+empty. The first launch needs nothing of the product, and is in front of it: a product that starts early reads its
+weights meanwhile.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ _TILE = 128  # columns that a program of the second launch writes
 
 
 class Segments(NamedTuple):
-    """Rows side by side, each run of them of one request.
+    """Rows in an order in which those of one adapter are side by side, and runs of them that have one adapter.
 
     Attributes:
-        ends: [segments + 1] int32, where each begins, and where the last one ends.
-        places: [segments] int32, of a request's adapter among `Adapted.a` and `b`.
+        ends: [segments + 1] int32, where in that order each begins, and where the last one ends.
+        places: [segments] int32, of its adapter among `Adapted.a` and `b`.
         ranks, scalings: [places] int32 and float32, of the adapter at a place; a rank of 0 for none.
+        order: [rows] int32, the rows in that order.
         longest: rows that a segment may have, a power of two of at least 16.
     """
 
@@ -34,6 +38,7 @@ class Segments(NamedTuple):
     places: torch.Tensor
     ranks: torch.Tensor
     scalings: torch.Tensor
+    order: torch.Tensor
     longest: int
 
 
@@ -55,6 +60,14 @@ class Adapted(NamedTuple):
 
 
 @triton.jit
+def _rows(order_ptr, first, end, LONGEST: tl.constexpr):
+    """Those of a segment, and which of them there are."""
+    at = first + tl.arange(0, LONGEST)
+    inside = at < end
+    return tl.load(order_ptr + at, mask=inside, other=0), inside
+
+
+@triton.jit
 def _shrink(
     x_ptr,
     a_ptr,
@@ -62,6 +75,7 @@ def _shrink(
     ends_ptr,
     places_ptr,
     ranks_ptr,
+    order_ptr,
     rows,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -81,8 +95,8 @@ def _shrink(
     first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)
     if (columns > tl.program_id(2) * TILE) & (end > first):
-        row = first + tl.arange(0, LONGEST)
-        inside, taken = row < end, column < columns
+        row, inside = _rows(order_ptr, first, end, LONGEST)
+        taken = column < columns
         x_at = x_ptr + row[:, None].to(tl.int64) * DEPTH
         a_at = a_ptr + (place.to(tl.int64) * COLUMNS + column[None, :]) * DEPTH
         total = tl.zeros([LONGEST, TILE], tl.float32)
@@ -138,6 +152,7 @@ def _expand(
     places_ptr,
     ranks_ptr,
     scalings_ptr,
+    order_ptr,
     rows,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
@@ -158,8 +173,9 @@ def _expand(
     begin, bound = tl.load(bounds_ptr + piece), tl.load(bounds_ptr + piece + 1)
     begin += tl.program_id(0) * TILE
     if (rank > 0) & (end > first) & (begin < bound):
-        row, column = first + tl.arange(0, LONGEST), begin + tl.arange(0, TILE)
-        inside, taken = row < end, column < bound
+        row, inside = _rows(order_ptr, first, end, LONGEST)
+        column = begin + tl.arange(0, TILE)
+        taken = column < bound
         own = (row, column, inside, taken, piece, place, rank, scaling, rows)
         added = _added(parts_ptr, b_ptr, *own, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
         y_at = y_ptr + row[:, None].to(tl.int64) * SIZE + column[None, :]
@@ -177,6 +193,7 @@ def _expand_swiglu(
     places_ptr,
     ranks_ptr,
     scalings_ptr,
+    order_ptr,
     rows,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
@@ -193,61 +210,35 @@ def _expand_swiglu(
     segment, half = tl.program_id(1), SIZE // 2
     place = tl.load(places_ptr + segment)
     rank, scaling = tl.load(ranks_ptr + place), tl.load(scalings_ptr + place)
-    row = tl.load(ends_ptr + segment) + tl.arange(0, LONGEST)
+    first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
+    if end <= first:
+        return
+    row, inside = _rows(order_ptr, first, end, LONGEST)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside, taken = row < tl.load(ends_ptr + segment + 1), column < half
+    taken = column < half
     mask = inside[:, None] & taken[None, :]
     y_at = y_ptr + row[:, None].to(tl.int64) * SIZE + column[None, :]
     gate, up = tl.load(y_at, mask=mask, other=0), tl.load(y_at + half, mask=mask, other=0)
     if rank > 0:
         matrices, its = (parts_ptr, b_ptr, row), (place, rank, scaling, rows)
-        first, second = (column, inside, taken, 0), (half + column, inside, taken, 1)
-        gate += _added(*matrices, *first, *its, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
-        up += _added(*matrices, *second, *its, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
+        left, right = (column, inside, taken, 0), (half + column, inside, taken, 1)
+        gate += _added(*matrices, *left, *its, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
+        up += _added(*matrices, *right, *its, SIZE, MOST, MOST_POW2, COLUMNS, PARTS)
     gate = gate.to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
     out_at = out_ptr + row[:, None].to(tl.int64) * half + column[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def add_adapted(y: torch.Tensor, x: torch.Tensor, adapted: Adapted, segments: Segments) -> None:
-    """Adds to each row of a product what its request's adapter makes of the row that was multiplied.
-
-    Rows that are in no segment stay as they are.
+def shrink(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch.Tensor:
+    """Rows through the first matrices, in parts that are to be added up.
 
     Args:
-        y: [rows, out], contiguous.
-        x: [rows, in], contiguous, of the same dtype.
-    """
-    grid = (triton.cdiv(adapted.widest, _TILE), len(adapted.bounds) - 1, len(segments.places))
-    parts, rest = _shrink_rows(x, adapted, segments), _constants(x, adapted, segments)
-    where = (adapted.bounds, *segments[:4], len(x))
-    _expand[grid](parts, adapted.b, y, *where, PARTS=len(parts), **rest)
-
-
-def adapted_swiglu(
-    gate_up: torch.Tensor, x: torch.Tensor, adapted: Adapted, segments: Segments
-) -> torch.Tensor:
-    """`swiglu` of a product with what adapters add to it.
-
-    Args:
-        gate_up: [rows, 2 * size], contiguous, of two slices; each row is in a segment.
-        x: as in `add_adapted`.
+        x: [rows, in], contiguous, of the dtype of the adapters.
 
     Returns:
-        [rows, size].
+        [parts, rows, slices * most] float32; rows without adapters are not written.
     """
-    size = gate_up.shape[1] // 2
-    out = gate_up.new_empty(len(x), size)
-    parts, rest = _shrink_rows(x, adapted, segments), _constants(x, adapted, segments)
-    grid, where = (triton.cdiv(size, _TILE), len(segments.places)), (*segments[:4], len(x))
-    _expand_swiglu[grid](parts, adapted.b, gate_up, out, *where, PARTS=len(parts), **rest)
-    return out
-
-
-def _shrink_rows(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch.Tensor:
-    """Rows through the first matrices, in parts: [parts, rows, slices * most] float32; rows without adapters are not
-    written."""
     (rows, depth), columns, count = x.shape, adapted.a.shape[1], len(segments.places)
     tile = min(64, max(16, triton.next_power_of_2(columns)))
     tiles = triton.cdiv(columns, tile)
@@ -259,6 +250,7 @@ def _shrink_rows(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch
         adapted.a,
         shrunk,
         *segments[:3],
+        segments.order,
         rows,
         DEPTH=depth,
         COLUMNS=columns,
@@ -275,15 +267,52 @@ def _shrink_rows(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch
     return shrunk
 
 
-def _constants(x: torch.Tensor, adapted: Adapted, segments: Segments) -> dict[str, int]:
+def add_expanded(
+    y: torch.Tensor, shrunk: torch.Tensor, adapted: Adapted, segments: Segments
+) -> None:
+    """Adds to each row of a product what its adapter makes of the row that was multiplied.
+
+    Rows that are in no segment stay as they are.
+
+    Args:
+        y: [rows, out], contiguous; in float32 what is added is rounded before.
+        shrunk: what `shrink` gave of the rows that were multiplied.
+    """
+    grid = (triton.cdiv(adapted.widest, _TILE), len(adapted.bounds) - 1, len(segments.places))
+    where = (adapted.bounds, *segments[:5], len(y))
+    _expand[grid](shrunk, adapted.b, y, *where, **_constants(shrunk, adapted, segments))
+
+
+def expanded_swiglu(
+    gate_up: torch.Tensor, shrunk: torch.Tensor, adapted: Adapted, segments: Segments
+) -> torch.Tensor:
+    """`swiglu` of a product with what adapters add to it.
+
+    Args:
+        gate_up: [rows, 2 * size], contiguous, of two slices; each row is in a segment.
+        shrunk: as in `add_expanded`.
+
+    Returns:
+        [rows, size].
+    """
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    grid, where = (triton.cdiv(size, _TILE), len(segments.places)), (*segments[:5], rows)
+    rest = _constants(shrunk, adapted, segments)
+    _expand_swiglu[grid](shrunk, adapted.b, gate_up, out, *where, **rest)
+    return out
+
+
+def _constants(shrunk: torch.Tensor, adapted: Adapted, segments: Segments) -> dict[str, int]:
     """Of a second launch."""
-    _, size, most = adapted.b.shape
-    early = starts_early(len(x))
+    (parts, rows, columns), (_, size, most) = shrunk.shape, adapted.b.shape
+    early = starts_early(rows)
     return dict(
         SIZE=size,
         MOST=most,
         MOST_POW2=max(16, triton.next_power_of_2(most)),
-        COLUMNS=adapted.a.shape[1],
+        COLUMNS=columns,
+        PARTS=parts,
         LONGEST=segments.longest,
         TILE=_TILE,
         EARLY=early,
@@ -304,16 +333,21 @@ def split(depth: int, programs: int, multiprocessors: int) -> tuple[int, int]:
 def add_adapted_reference(
     y: torch.Tensor, x: torch.Tensor, adapted: Adapted, segments: Segments
 ) -> None:
-    """What `add_adapted` does."""
-    ends, bounds = segments.ends.tolist(), adapted.bounds.tolist()
+    """What `shrink` and `add_expanded` do.
+
+    Args:
+        x: the rows that were multiplied.
+    """
+    ends, bounds, order = segments.ends.tolist(), adapted.bounds.tolist(), segments.order.long()
     for (begin, end), place in zip(
         zip(ends, ends[1:], strict=False), segments.places.tolist(), strict=True
     ):
         rank, scaling = int(segments.ranks[place]), float(segments.scalings[place])
         if rank == 0:
             continue
+        rows = order[begin:end]
         for piece, (left, right) in enumerate(zip(bounds, bounds[1:], strict=False)):
             a = adapted.a[place, piece * rank : (piece + 1) * rank].float()
             b = adapted.b[place, left:right, :rank].float()
-            inner = (x[begin:end].float() @ a.T).to(y.dtype).float()
-            y[begin:end, left:right] += (scaling * (inner @ b.T)).to(y.dtype)
+            inner = (x[rows].float() @ a.T).to(x.dtype).float()
+            y[rows, left:right] += (scaling * (inner @ b.T)).to(x.dtype)
