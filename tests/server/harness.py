@@ -280,6 +280,11 @@ def events(response: requests.Response) -> Iterator[dict]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
+def decodes(stream: Iterator[dict]) -> None:
+    """Waits until a request has decoded. Between its prompt and its first round SGLang's load counts nobody."""
+    next(event for event in stream if event["meta_info"]["completion_tokens"] > 1)
+
+
 def tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 

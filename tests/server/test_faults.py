@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from tests.server.checks import assert_same, check
-from tests.server.harness import CHOSEN_WORKERS, Server, events, generate_body
+from tests.server.harness import CHOSEN_WORKERS, Server, decodes, events, generate_body
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 
@@ -19,7 +19,7 @@ def test_client_goes_away_in_a_stream(dflash: Server, plain: Server, prompts: li
     """Its slots come back at once, not when the answer would have ended."""
     body = generate_body(prompts[70], **LONG) | {"stream": True}
     with dflash.post("/generate", body, stream=True) as response:
-        next(events(response))
+        decodes(events(response))
     deadline = time.monotonic() + 10
     while dflash.load()["num_reqs"] and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -20,6 +20,7 @@ from tests.server.harness import (
     CHOSEN_WORKERS,
     ROOT,
     Server,
+    decodes,
     environment,
     events,
     free_port,
@@ -143,7 +144,7 @@ def test_refusal(routed: Routed, prompts: list[str]) -> None:
 def test_a_client_goes_away(routed: Routed, prompts: list[str]) -> None:
     body = generate_body(prompts[0], **LONGER) | {"stream": True}
     with routed.router.post("/generate", body, stream=True) as response:
-        next(events(response))
+        decodes(events(response))
         assert sum(server.load()["num_reqs"] for server in routed.servers) == 1
     for server in routed.servers:
         server.check_idle()

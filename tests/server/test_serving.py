@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.checks import accept_length, assert_same, assert_speculated, check
 from tests.server.conftest import CONTEXT
-from tests.server.harness import Server, events, generate_body
+from tests.server.harness import Server, decodes, events, generate_body
 
 
 def long_prompt(tokenizer, prompts: list[str], problems: list[dict], tokens: int) -> list[int]:
@@ -164,7 +164,7 @@ def test_client_goes_away(either: Server, prompts: list[str]) -> None:
     """The server notices it and drops the request beside one that stays."""
     body = generate_body(prompts[8], max_new_tokens=1900, ignore_eos=True) | {"stream": True}
     with either.post("/generate", body, stream=True) as response:
-        next(events(response))
+        decodes(events(response))
     deadline = time.monotonic() + 30
     while either.load()["num_reqs"] and time.monotonic() < deadline:
         time.sleep(0.05)

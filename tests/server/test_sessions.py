@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from tests.server.checks import assert_same, assert_speculated
-from tests.server.harness import CHOSEN_WORKERS, Server, events, generate_body, in_long, running
+from tests.server.harness import (
+    CHOSEN_WORKERS,
+    Server,
+    decodes,
+    events,
+    generate_body,
+    in_long,
+    running,
+)
 
 SESSIONS = 4  # as many requests run at once
 BLOCKING = {"max_new_tokens": 1500, "ignore_eos": True}
@@ -170,7 +178,7 @@ def test_the_client_goes_away(
     conversation.check(plain, turns[14], max_new_tokens=20)
     body = conversation.body(turns[15], **BLOCKING) | {"stream": True}
     with conversation.server.post("/generate", body, stream=True) as response:
-        next(events(response))
+        decodes(events(response))
     idle(conversation.server)
     stays(conversation, plain, turns[15], turns[16])
 
