@@ -94,15 +94,23 @@ class RequestState:
         self.ended[rows] |= over.to(torch.int32)
 
 
+def end_tokens(req: Req) -> frozenset[int]:
+    """Tokens of which each ends a request; looked up once, since tokenizers take microseconds to say theirs."""
+    if (ends := getattr(req, "end_tokens", None)) is None:
+        tokenizer = req.tokenizer
+        ends = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+        if tokenizer is not None:
+            ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
+        req.end_tokens = ends = frozenset(ends - {None})
+    return ends
+
+
 def ends_of(reqs: Iterable[Req]) -> torch.Tensor:
     """What ends requests, for `RequestState.start`: [requests, ENDS + 1] int64 on the host, the limit last."""
     found = []
     for req in reqs:
-        params, tokenizer = req.sampling_params, req.tokenizer
-        tokens = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
-        if tokenizer is not None:
-            tokens |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
-        tokens = [] if params.ignore_eos else sorted(tokens - {None})[:ENDS]
+        params = req.sampling_params
+        tokens = [] if params.ignore_eos else sorted(end_tokens(req))[:ENDS]
         # The prompt's last row gives the first token, and the last token needs no row.
         limit = len(req.origin_input_ids) + params.max_new_tokens - 1
         found.append([*tokens, *[_NO_TOKEN] * (ENDS - len(tokens)), limit])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_dflash.drawing.sampling import needs_history
+from sglang_dflash.round.state import end_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -43,19 +44,16 @@ def may_end(req: Req, tokens: Sequence[int]) -> bool:
     """Whether a request may end with one of a round's tokens, which then have to be looked at one by one.
 
     Each costs the host some microseconds, and with stop strings a call of the tokenizer. Where this says no, none of
-    them would have ended it.
+    them would have ended it, unless its grammar does.
     """
-    params, tokenizer = req.sampling_params, req.tokenizer
-    if req.grammar is not None or req.to_finish is not None or params.stop_regex_strs:
+    params = req.sampling_params
+    if req.to_finish is not None or params.stop_regex_strs:
         return True
     if len(req.output_ids) + len(tokens) >= params.max_new_tokens:
         return True
     if min(tokens) < 0 or max(tokens) > req.vocab_size:
         return True
-    ends = (params.stop_token_ids, req.eos_token_ids)
-    if tokenizer is not None:
-        ends += ({tokenizer.eos_token_id}, tokenizer.additional_stop_token_ids)
-    if any(not set(ids).isdisjoint(tokens) for ids in ends if ids):
+    if not end_tokens(req).isdisjoint(tokens):
         return True
     return bool(params.stop_strs) and _may_have_stop_string(req, tokens)
 

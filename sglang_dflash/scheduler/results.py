@@ -79,6 +79,8 @@ def commit_tokens(req: Req, tokens: list[int]) -> int:
     taken = len(tokens)
     if may_end(req, tokens):
         taken = _commit_one_by_one(req, tokens)
+    elif req.grammar is not None:
+        taken = _commit_to_grammar(req, tokens)
     else:
         req.output_ids += tokens
     req.kv_committed_len += taken
@@ -101,6 +103,20 @@ def _commit_one_by_one(req: Req, tokens: list[int]) -> int:
         req.check_finished()
         if req.grammar is not None:
             _advance_grammar(req, token)
+        if req.finished():
+            break
+    return taken
+
+
+def _commit_to_grammar(req: Req, tokens: list[int]) -> int:
+    """Where nothing but the grammar can end the request; the release looks for that end before it tells the grammar."""
+    taken = 0
+    for token in tokens:
+        taken += 1
+        req.output_ids.append(token)
+        if req.to_finish is not None or req.grammar.is_terminated():
+            req.check_finished()
+        _advance_grammar(req, token)
         if req.finished():
             break
     return taken

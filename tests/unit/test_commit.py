@@ -220,6 +220,23 @@ class Words:
         return [10] * len(text)
 
 
+class Without:
+    """A grammar that refuses some tokens and ends after so many others."""
+
+    def __init__(self, refused: set[int], most: int):
+        self.refused, self.most, self.taken, self.finished = refused, most, [], False
+
+    def accept_token(self, token: int) -> None:
+        if self.is_terminated():
+            return
+        if token in self.refused:
+            raise ValueError(f"{token} is refused")
+        self.taken.append(token)
+
+    def is_terminated(self) -> bool:
+        return len(self.taken) >= self.most
+
+
 @given(
     rounds=st.lists(
         st.lists(st.sampled_from([10, 11, 12, 13, 50, 51, 60, 3, EOS, 7]), min_size=1, max_size=16),
@@ -229,9 +246,11 @@ class Words:
     stop_token_ids=st.sampled_from([None, [60]]),
     limit=st.integers(1, 60),
     ignore_eos=st.booleans(),
+    grammar=st.none()
+    | st.tuples(st.sets(st.sampled_from([3, 7, 13, 50]), max_size=2), st.integers(0, 60)),
 )
-@settings(max_examples=300, deadline=None)
-def test_as_one_by_one(rounds, stop, stop_token_ids, limit, ignore_eos) -> None:
+@settings(max_examples=400, deadline=None)
+def test_as_one_by_one(rounds, stop, stop_token_ids, limit, ignore_eos, grammar) -> None:
     """What cannot end a request is appended at once, and nothing else differs from looking at each token."""
     sampling = dict(
         max_new_tokens=limit, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
@@ -241,10 +260,12 @@ def test_as_one_by_one(rounds, stop, stop_token_ids, limit, ignore_eos) -> None:
         req = request(**sampling)
         req.sampling_params.normalize(Words())
         req.tokenizer = Words()
+        req.grammar = grammar and Without(*grammar)
         for tokens in rounds:
             if not req.finished():
                 commit(req, tokens)
-        found.append((req.output_ids, req.finished_reason and req.finished_reason.to_json()))
+        reason = req.finished_reason and req.finished_reason.to_json()
+        found.append((req.output_ids, reason, grammar and vars(req.grammar)))
     assert found[0] == found[1]
 
 
