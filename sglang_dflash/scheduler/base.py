@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -207,17 +208,18 @@ class DFlashWorkerBase:
         committed = commit_round(reqs, tokens, lengths, output)
         self.behind_windows.free(reqs)
         if expected is not None:
-            chances, verified = expected.tensor().split([tokens.shape[1] - 1, 1], dim=1)
-            self.planner.note(chances)
-            counted = [bool(tokens) for tokens in committed.taken]
-            self.metrics.expected(chances[counted], verified[counted], lengths[counted])
+            told, counted = expected.tensor().numpy(), np.array(list(map(bool, committed.taken)))
+            self.planner.note(told[:, :-1])
+            told, lengths = told[counted], lengths.numpy()[counted]
+            self.metrics.expected(told[:, :-1], told[:, -1:], lengths)
         self.acceptance.note(committed.lengths)
         self.weights_watch.note(committed.lengths)
         if self.adapter_watch is not None:
             self.adapter_watch.note((req.lora_id for req in reqs), committed.taken)
-        taken = [len(each) for each in committed.taken if each]
-        self.metrics.committed(tokens.shape[1], taken, in_vain=len(reqs) - len(taken))
         self.metrics.not_finite(committed.failed)
+        taken = [len(each) for each in committed.taken if each]
+        goes_on = not all(req.finished() for req in reqs)
+        self.metrics.committed(tokens.shape[1], taken, len(reqs) - len(taken), goes_on)
         return committed.taken
 
     def first_tokens(self, reqs: Sequence[Req], tokens: list[int]) -> list[int]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.round.costs import Costs
@@ -93,7 +92,7 @@ class WholeBlocks:
     def take(self, costs: Costs) -> None:
         """What rounds take, from now on."""
 
-    def note(self, chances: torch.Tensor) -> None:
+    def note(self, chances: np.ndarray) -> None:
         """What was expected of a round's drafts: [bs, drafts] float32, on the host; see `Estimate`."""
 
 
@@ -156,8 +155,8 @@ class BestRows(WholeBlocks):
         self._costs = costs
         self._choices: dict[tuple[int, int], _Choices] = {}
 
-    def note(self, chances: torch.Tensor) -> None:
-        self._seen.append(self._widened(chances.numpy()))
+    def note(self, chances: np.ndarray) -> None:
+        self._seen.append(self._widened(chances))
         requests = sum(map(len, self._seen))
         while requests - len(self._seen[0]) >= _ENOUGH:
             requests -= len(self._seen.popleft())
@@ -166,7 +165,7 @@ class BestRows(WholeBlocks):
 
     def _widened(self, chances: np.ndarray) -> np.ndarray:
         """Chances of whole blocks, where narrower ones were drafted: behind these they fall as they last did."""
-        drafts, means = chances.shape[1], chances.mean(axis=0)
+        drafts, means = chances.shape[1], chances.sum(axis=0) / len(chances)
         falls = means[1:] / np.maximum(means[:-1], 1e-9)
         if self._falls is None:
             self._falls = np.zeros(self._width - 2)
@@ -183,6 +182,11 @@ class BestRows(WholeBlocks):
             best = np.sort(best, axis=None)[::-1]
             self._gains[width] = np.concatenate([[0.0], best.cumsum()])
         return self._gains[width]
+
+    def _promise(self, width: int, drafts: np.ndarray) -> np.ndarray:
+        """Tokens that so many of all drafts of the last rounds' blocks were worth, if they are the likeliest."""
+        gains = self._gains_of(width)
+        return np.interp(drafts, np.arange(len(gains)), gains)
 
     def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
         choices = self._choices_of(requests, prompt_rows)
@@ -211,10 +215,8 @@ class BestRows(WholeBlocks):
         """Tokens and milliseconds of each choice."""
         scale = requests / self._requests
         tokens = np.full(len(choices.plans), float(requests))
-        for width in set(choices.widths.tolist()) - {1}:
-            these, gains = choices.widths == width, self._gains_of(width)
-            drafts = (choices.rows[these] - requests) / scale
-            tokens[these] += scale * np.interp(drafts, np.arange(len(gains)), gains)
+        for width, these, drafts in choices.drafting:
+            tokens[these] += scale * self._promise(width, drafts / scale)
         return tokens, choices.times + self._costs.context * keys
 
     def _wider(self, plan: Plan, requests: int, keys: int, prompt_rows: int) -> Plan:
@@ -273,7 +275,12 @@ class BestRows(WholeBlocks):
             widths = np.array([plan.width for plan in plans])
             rows = np.array([plan.rows(requests) for plan in plans])
             times = np.array([self._time(plan, *at) for plan in plans])
-            self._choices[at] = _Choices(plans, widths, rows, times)
+            drafting = [
+                (width, these, rows[these] - requests)
+                for width in sorted(set(widths.tolist()) - {1})
+                for these in [np.flatnonzero(widths == width)]
+            ]
+            self._choices[at] = _Choices(plans, widths, rows, times, drafting)
         return self._choices[at]
 
     def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
@@ -310,12 +317,17 @@ class BestRows(WholeBlocks):
 
 
 class _Choices(NamedTuple):
-    """What a round can be, how wide its blocks then are, how many rows it verifies, and its milliseconds."""
+    """What a round can be, how wide its blocks then are, how many rows it verifies, and its milliseconds.
+
+    Attributes:
+        drafting: by width above 1, which plans have such blocks, and how many drafts they verify.
+    """
 
     plans: list[Plan]
     widths: np.ndarray
     rows: np.ndarray
     times: np.ndarray
+    drafting: list[tuple[int, np.ndarray, np.ndarray]]
 
 
 def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:

@@ -6,13 +6,17 @@ rounds in vain have a count of their own; nothing waits for a device.
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from sglang.srt.server_args import get_global_server_args
+
+from sglang_dflash.serving.round_counts import RoundCounts
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 
 # How the target ran tokens of prompts: in the same pass as a round's blocks, or in one of their own.
 IN_ROUNDS, ALONE = "in_rounds", "alone"
+
+# Seconds for which counts of rounds are kept back while others follow.
+_WRITTEN_EVERY = 0.1
 
 # Name, kind, what it counts, and labels beside those of the server.
 METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -128,45 +135,54 @@ class RoundMetrics:
         self._labels, self._names = labels, tuple(labels)
         self._pool, self._slot = draft.token_to_kv_pool_allocator, slot
         self._size = draft.token_to_kv_pool.size
+        self._counts, self._due = RoundCounts(args.speculative_num_draft_tokens), 0.0
         self._children: dict[tuple[str, ...], Any] = {}
         buckets = tuple(range(1, args.speculative_num_draft_tokens + 1))
         self._lengths = _metric("sglang:dflash_accept_length", self._names, buckets=buckets)
         self._lengths = self._lengths.labels(**labels)
 
-    def _child(self, name: str, **own: str) -> Any:
-        """Kept, because looking up labels costs more than counting."""
-        key = (name, *own.values())
-        if key not in self._children:
+    def _child(self, name: str, *own: str) -> Any:
+        """Kept, because looking up labels costs more than counting.
+
+        Args:
+            own: the value of the metric's own label, if it has one.
+        """
+        if (name, *own) not in self._children:
             metric = _metric(f"sglang:dflash_{name}", self._names)
-            self._children[key] = metric.labels(**self._labels, **own)
-        return self._children[key]
+            labels = METRICS[f"sglang:dflash_{name}"][2]
+            given = dict(zip(labels, own, strict=True))
+            self._children[name, *own] = metric.labels(**self._labels, **given)
+        return self._children[name, *own]
 
-    def _add(self, name: str, amount: float, **own: str) -> None:
-        if amount:
-            self._child(f"{name}_total", **own).inc(amount)
+    def _add(self, amount: float, name: str, *own: str) -> None:
+        self._counts.sums[name, *own] += amount
 
-    def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None:
+    def write(self) -> None:
+        """All that was counted, for whoever reads the metrics."""
+        sums, lengths = self._counts.take_out()
+        for (name, *own), amount in sums.items():
+            self._child(f"{name}_total", *own).inc(amount)
+        for length, times in enumerate(lengths):
+            if times:
+                _observe(self._lengths, length, times)
+        used = self._size - self._pool.available_size()
+        self._child("draft_kv_used_tokens").set(used)
+        self._child("draft_kv_used_bytes").set(used * self._slot)
+        self._due = time.monotonic() + _WRITTEN_EVERY
+
+    def committed(self, width: int, taken: Sequence[int], in_vain: int, goes_on: bool) -> None:
         """After a round.
 
         Args:
             width: rows of its blocks.
             taken: how many tokens each request took, those aside for which it ran in vain.
             in_vain: for how many it did.
+            goes_on: whether another round will be committed.
         """
-        rounds = len(taken)
-        self._add("rounds", rounds)
-        self._add("rounds_in_vain", in_vain)
-        self._add("drafted_tokens", rounds * (width - 1))
-        self._add("accepted_tokens", sum(taken) - rounds)
-        for length in taken:
-            self._lengths.observe(length)
-        for position in range(1, width):
-            accepted = sum(length > position for length in taken)
-            self._add("drafted_at_position", rounds, position=str(position))
-            self._add("accepted_at_position", accepted, position=str(position))
-        used = self._size - self._pool.available_size()
-        self._child("draft_kv_used_tokens").set(used)
-        self._child("draft_kv_used_bytes").set(used * self._slot)
+        self._counts.committed(width, taken)
+        self._add(in_vain, "rounds_in_vain")
+        if not goes_on or time.monotonic() >= self._due:
+            self.write()
 
     def launched(self, plan: str, rows: int) -> None:
         """A round is on its way.
@@ -175,12 +191,10 @@ class RoundMetrics:
             plan: why it verifies so many rows (`scheduler/plan.py`).
             rows: that it verifies.
         """
-        self._add("planned_rounds", 1, plan=plan)
-        self._add("verified_rows", rows)
+        self._add(1, "planned_rounds", plan)
+        self._add(rows, "verified_rows")
 
-    def expected(
-        self, chances: torch.Tensor, verified: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
+    def expected(self, chances: np.ndarray, verified: np.ndarray, lengths: np.ndarray) -> None:
         """What was expected of a round's drafts beside what became of them.
 
         Args:
@@ -188,19 +202,7 @@ class RoundMetrics:
             verified: [bs, 1] float32, rows of each block that were verified.
             lengths: [bs] int64, tokens committed.
         """
-        position = torch.arange(chances.shape[1])
-        accepted = lengths[:, None] - 1
-        tried = (position <= accepted) & (position < verified - 1)
-        before = torch.cat([torch.ones_like(verified), chances[:, :-1]], dim=1)
-        alone = chances / before.clamp(min=1e-30)
-        found = zip(
-            ("tried", "survived", "expected"),
-            (tried, tried & (position < accepted), alone * tried),
-            strict=True,
-        )
-        for name, values in found:
-            for at, amount in enumerate(values.sum(dim=0).tolist(), start=1):
-                self._add(f"{name}_at_position", amount, position=str(at))
+        self._counts.expected(chances, verified, lengths)
 
     def ran_prompts(self, rows: int, way: str) -> None:
         """The target runs so many tokens of prompts.
@@ -208,27 +210,35 @@ class RoundMetrics:
         Args:
             way: `IN_ROUNDS` or `ALONE`.
         """
-        self._add("prompt_rows", rows, way=way)
+        self._add(rows, "prompt_rows", way)
+        if way == ALONE:  # no round may follow
+            self.write()
 
     def fell_back(self, reason: str) -> None:
         """A round could not take the fast way."""
-        self._add("fallbacks", 1, reason=reason)
+        self._add(1, "fallbacks", reason)
 
     def not_finite(self, requests: int) -> None:
         """So many requests failed with NaN."""
-        self._add("not_finite", requests)
+        if requests:
+            self._add(requests, "not_finite")
+            self.write()
+
+
+def _observe(histogram: Any, value: float, times: int) -> None:
+    """`observe`, so many times; prometheus_client has no call for that."""
+    histogram._sum.inc(value * times)
+    histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(times)
 
 
 class NoMetrics:
     """Without `--enable-metrics`."""
 
-    def committed(self, width: int, taken: Sequence[int], in_vain: int) -> None: ...
+    def committed(self, width: int, taken: Sequence[int], in_vain: int, goes_on: bool) -> None: ...
 
     def launched(self, plan: str, rows: int) -> None: ...
 
-    def expected(
-        self, chances: torch.Tensor, verified: torch.Tensor, lengths: torch.Tensor
-    ) -> None: ...
+    def expected(self, chances: np.ndarray, verified: np.ndarray, lengths: np.ndarray) -> None: ...
 
     def ran_prompts(self, rows: int, way: str) -> None: ...
 

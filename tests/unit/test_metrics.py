@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
 from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
@@ -70,35 +72,95 @@ def test_documentation() -> None:
     assert refusals and all(f"| `{reason}` |" in text for reason in refusals)
 
 
+def metrics_of(name: str, block_size: int = 9) -> RoundMetrics:
+    """Under a label of their own; two of eight slots are in use."""
+    pool = SimpleNamespace(available_size=lambda: 6)
+    draft = SimpleNamespace(
+        token_to_kv_pool_allocator=pool, token_to_kv_pool=SimpleNamespace(size=8)
+    )
+    args = SimpleNamespace(speculative_num_draft_tokens=block_size)
+    return RoundMetrics(args, {"model_name": name}, draft, 100)
+
+
+def value(name: str, model: str, **own: str) -> float:
+    """What Prometheus has; 0 for what was never counted."""
+    sample = REGISTRY.get_sample_value(f"sglang:dflash_{name}", {"model_name": model} | own)
+    return sample or 0
+
+
 def test_rows_of_prompts() -> None:
     """Counted by way, under the labels of the server; nothing at all is counted without metrics."""
-    draft = SimpleNamespace(
-        token_to_kv_pool_allocator=None, token_to_kv_pool=SimpleNamespace(size=8)
-    )
-    args = SimpleNamespace(speculative_num_draft_tokens=4)
-    metrics = RoundMetrics(args, {"model_name": "rows of prompts"}, draft, 1)
+    metrics = metrics_of("rows of prompts")
     for rows, way in ((30, IN_ROUNDS), (5, ALONE), (12, IN_ROUNDS), (0, ALONE)):
         metrics.ran_prompts(rows, way)
         NoMetrics().ran_prompts(rows, way)
     for way, expected in ((IN_ROUNDS, 42), (ALONE, 5)):
-        labels = {"model_name": "rows of prompts", "way": way}
-        assert REGISTRY.get_sample_value("sglang:dflash_prompt_rows_total", labels) == expected
+        assert value("prompt_rows_total", "rows of prompts", way=way) == expected
 
 
 def test_what_is_expected_of_drafts() -> None:
     """Of those that were tried alone: verified, and all before them accepted."""
-    draft = SimpleNamespace(
-        token_to_kv_pool_allocator=None, token_to_kv_pool=SimpleNamespace(size=8)
-    )
-    args = SimpleNamespace(speculative_num_draft_tokens=4)
-    metrics = RoundMetrics(args, {"model_name": "expected"}, draft, 1)
-    alone = torch.tensor([[0.9, 0.5, 0.8], [0.7, 0.6, 0.4], [0.2, 0.1, 0.3]])
-    rows, lengths = torch.tensor([[4.0], [2.0], [1.0]]), torch.tensor([2, 2, 1])
-    metrics.expected(alone.cumprod(dim=1), rows, lengths)
+    metrics = metrics_of("expected")
+    alone = np.array([[0.9, 0.5, 0.8], [0.7, 0.6, 0.4], [0.2, 0.1, 0.3]])
+    rows, lengths = np.array([[4.0], [2.0], [1.0]]), np.array([2, 2, 1])
+    metrics.expected(alone.cumprod(axis=1), rows, lengths)
+    metrics.write()
     # Of the first, drafts 1 and 2 were tried; of the second, 1, whose last row gave its bonus token; of the third none.
     found = {"tried": (2, 1), "survived": (2, 0), "expected": (0.9 + 0.7, 0.5)}
     for name, values in found.items():
-        for position, value in enumerate((*values, 0), start=1):
-            labels = {"model_name": "expected", "position": str(position)}
-            sample = REGISTRY.get_sample_value(f"sglang:dflash_{name}_at_position_total", labels)
-            assert (sample or 0) == pytest.approx(value)
+        for position, amount in enumerate((*values, 0), start=1):
+            got = value(f"{name}_at_position_total", "expected", position=str(position))
+            assert got == pytest.approx(amount)
+
+
+def test_rounds_of_any_width() -> None:
+    """Sums of many rounds are what each of them adds, in counters and in the histogram."""
+    metrics, draw, block_size = metrics_of("widths"), random.Random(0), 9
+    drafted, accepted, taken = [0] * block_size, [0] * block_size, []
+    for _ in range(40):
+        width = draw.randint(1, block_size)
+        took = [draw.randint(1, width) for _ in range(draw.randint(0, 5))]
+        metrics.committed(width, took, draw.randint(0, 1), goes_on=True)
+        taken += took
+        for length in took:
+            for position in range(1, width):
+                drafted[position] += 1
+                accepted[position] += length > position
+    metrics.write()
+    assert value("rounds_total", "widths") == value("accept_length_count", "widths") == len(taken)
+    assert value("drafted_tokens_total", "widths") == sum(drafted)
+    assert value("accepted_tokens_total", "widths") == sum(accepted) == sum(taken) - len(taken)
+    assert value("accept_length_sum", "widths") == sum(taken)
+    for at in range(1, block_size):
+        own = {"position": str(at)}
+        assert value("drafted_at_position_total", "widths", **own) == drafted[at]
+        assert value("accepted_at_position_total", "widths", **own) == accepted[at]
+        within = value("accept_length_bucket", "widths", le=f"{at}.0")
+        assert within == sum(length <= at for length in taken)
+
+
+def test_when_counts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While rounds follow each other ten times a second; at once when none follows, or none may."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    metrics = metrics_of("when")
+
+    def commit(at: float, goes_on: bool = True) -> float:
+        now[0] = at
+        metrics.fell_back(SLOTS)
+        metrics.launched(WHOLE, 4)
+        metrics.committed(4, [3], 0, goes_on)
+        return value("rounds_total", "when")
+
+    assert [commit(at) for at in (1000.0, 1000.05, 1000.09, 1000.11)] == [1, 1, 1, 4]
+    assert commit(1000.12) == 4 and commit(1000.13, goes_on=False) == 6
+    assert value("verified_rows_total", "when") == 24
+    assert value("planned_rounds_total", "when", plan=WHOLE) == 6
+    assert value("fallbacks_total", "when", reason=SLOTS) == 6
+    assert value("draft_kv_used_tokens", "when") == 2
+    assert value("draft_kv_used_bytes", "when") == 200
+    metrics.fell_back(SLOTS)
+    metrics.ran_prompts(7, ALONE)
+    assert value("fallbacks_total", "when", reason=SLOTS) == 7
+    metrics.not_finite(1)
+    assert value("not_finite_total", "when") == 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 
 from sglang_dflash.round.costs import Costs, Staircase
 from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE, BestRows, Plan
@@ -30,8 +30,8 @@ def costs(per_row: float, base: float = 5.0, draft: float = 0.5, sizes: list[int
     )
 
 
-def chances(rate: float, requests: int = 64) -> torch.Tensor:
-    return torch.full((requests, WIDTH - 1), rate).cumprod(dim=1)
+def chances(rate: float, requests: int = 64) -> np.ndarray:
+    return np.full((requests, WIDTH - 1), rate).cumprod(axis=1)
 
 
 def test_whole_until_anything_is_known() -> None:
@@ -56,7 +56,7 @@ def test_dear_rows(rate: float, requests: int) -> None:
     plans = BestRows(WIDTH, table)
     plans.note(chances(rate))
     plan = plans.next(requests)
-    worth = chances(rate, requests).flatten().sort(descending=True).values
+    worth = np.sort(chances(rate, requests), axis=None)[::-1]
 
     def speed(rows: int) -> float:
         time = table.whole.at(requests) if rows == requests * WIDTH else table.ragged.at(rows)
@@ -231,7 +231,7 @@ def test_narrower_blocks(rate: float, requests: int) -> None:
     worth = chances(rate, requests)
 
     def speed(width: int, rows: int) -> float:
-        best = worth[:, : width - 1].flatten().sort(descending=True).values
+        best = np.sort(worth[:, : width - 1], axis=None)[::-1]
         if rows == requests * WIDTH:
             time = table.whole.at(requests)
         else:
