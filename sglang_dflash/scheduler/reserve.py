@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.utils import ceil_align
@@ -121,13 +122,12 @@ class Spans:
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row, column and first column of its span for each cell, [total] int64 each."""
-        spans = torch.tensor(self.spans, dtype=torch.int64)
-        lengths = spans[:, 2] - spans[:, 1]
-        rows, first = (spans[:, i].repeat_interleave(lengths) for i in (0, 1))
-        offset = torch.arange(self.total) - (torch.cumsum(lengths, 0) - lengths).repeat_interleave(
-            lengths
-        )
-        cells = torch.stack([rows, first + offset, first])
+        row, begin, end = np.array(self.spans, dtype=np.int64).T
+        lengths = end - begin
+        cells = np.empty((3, self.total), dtype=np.int64)
+        cells[0], cells[2] = row.repeat(lengths), begin.repeat(lengths)
+        cells[1] = np.arange(self.total) + (end - lengths.cumsum()).repeat(lengths)
+        cells = torch.from_numpy(cells)
         if device.type == "cuda":
             cells = cells.pin_memory()
         return tuple(cells.to(device, non_blocking=True))
