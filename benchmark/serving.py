@@ -6,6 +6,7 @@
     python benchmark/serving.py agreement --base-url URL
     python benchmark/serving.py profile --base-url URL
     python benchmark/serving.py calibration --base-url URL
+    python benchmark/serving.py changing --url NAME=URL …
 
 Exit status: 0 good; 1 a cell failed; 2 nothing could be measured; 3 --stop-after left cells for
 --resume; 130 or 128 plus the signal if it was ended, and then --resume goes on, too.
@@ -29,6 +30,7 @@ from benchmark.traffic import (  # noqa: E402  # noqa: E402
     agreement,
     arguments,
     calibration,
+    changing,
     measure,
     plot,
     profile,
@@ -90,6 +92,7 @@ COMMANDS = {
     "agreement": agreement.main,
     "profile": profile.main,
     "calibration": calibration.main,
+    "changing": changing.main,
 }
 
 

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,6 +28,19 @@ HEAD_START = 0.05
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A time in which closed-loop clients ask one kind of requests; what is under way at its end is answered.
+
+    Attributes:
+        bodies: as in `Job`.
+    """
+
+    bodies: Sequence[bytes]
+    clients: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Job:
     """What is asked of one server, once.
 
@@ -36,6 +49,7 @@ class Job:
             their number.
         clients: in a closed loop, how many ask at once.
         arrivals: in an open loop, number of each request and when it is due, seconds from the start.
+        phases: traffic that changes, one after the other; what `bodies`, `clients` and `seconds` say is not read.
         most: requests in a closed loop.
         least: requests in a closed loop that are sent however late it is.
         seconds: after which no client of a closed loop sends another.
@@ -46,6 +60,7 @@ class Job:
     bodies: Sequence[bytes]
     clients: int = 0
     arrivals: Sequence[tuple[int, float]] = ()
+    phases: Sequence[Phase] = ()
     most: int = 0
     least: int = 0
     seconds: float = math.inf
@@ -159,14 +174,27 @@ class Clients:
         return results
 
 
-def _shares(job: Job, processes: int) -> list[Job]:
+def _shares(job: Job, processes: int) -> Iterator[Job]:
     """What each process does of a job."""
     if job.arrivals:
         parts = [job.arrivals[k::processes] for k in range(processes)]
-        return [replace(job, arrivals=part) for part in parts if part]
-    each, more = divmod(job.clients, processes)
-    counts = [each + (k < more) for k in range(processes)]
-    return [replace(job, clients=count) for count in counts if count]
+        yield from (replace(job, arrivals=part) for part in parts if part)
+        return
+    if job.phases:
+        shares = [_counts(phase.clients, processes) for phase in job.phases]
+        for counts in zip(*shares, strict=True):
+            phases = zip(job.phases, counts, strict=True)
+            parts = [replace(phase, clients=count) for phase, count in phases]
+            yield replace(job, phases=parts)
+        return
+    for count in _counts(job.clients, processes):
+        if count:
+            yield replace(job, clients=count)
+
+
+def _counts(clients: int, processes: int) -> list[int]:
+    each, more = divmod(clients, processes)
+    return [each + (k < more) for k in range(processes)]
 
 
 def _serve(connection: Connection, shared: Shared) -> None:
@@ -226,6 +254,8 @@ class Asking:
                 group.create_task(self.client(session))
             for number, due in self.job.arrivals:
                 group.create_task(self.arrival(session, number, self.start + due))
+            for client in range(max((phase.clients for phase in self.job.phases), default=0)):
+                group.create_task(self.changing(session, client))
 
     async def client(self, session: aiohttp.ClientSession) -> None:
         await asyncio.sleep(self.start - time.perf_counter())
@@ -249,11 +279,31 @@ class Asking:
             self.late = max(self.late, time.perf_counter() - due)
             await self.request(session, number, due)
 
-    async def request(self, session: aiohttp.ClientSession, number: int, began: float) -> None:
-        index = number % len(self.job.bodies)
+    async def changing(self, session: aiohttp.ClientSession, client: int) -> None:
+        end = self.start
+        for phase in self.job.phases:
+            begin, end = end, end + phase.seconds
+            await asyncio.sleep(begin - time.perf_counter())
+            while client < phase.clients and time.perf_counter() < end:
+                if self.shared.stop.value:
+                    return
+                with self.shared.sent.get_lock():
+                    number = self.shared.sent.value
+                    self.shared.sent.value += 1
+                await self.request(session, number, time.perf_counter(), phase.bodies)
+
+    async def request(
+        self,
+        session: aiohttp.ClientSession,
+        number: int,
+        began: float,
+        bodies: Sequence[bytes] | None = None,
+    ) -> None:
+        bodies = bodies or self.job.bodies
+        index = number % len(bodies)
         reads: list[tuple[float, bytes]] = []
         url, headers = f"{self.job.url}/v1/completions", {"Content-Type": "application/json"}
-        async with session.post(url, data=self.job.bodies[index], headers=headers) as response:
+        async with session.post(url, data=bodies[index], headers=headers) as response:
             if response.status != 200:
                 raise CellFailed(refusal(response.status, await response.text()))
             while data := await response.content.readany():

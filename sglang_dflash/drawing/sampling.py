@@ -227,12 +227,10 @@ class Sampling:
         def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
             return None if value is None else value[at].repeat_interleave(width, dim=0)
 
-        # Who takes the likeliest token is drawn for without the others.
-        read = ("logit_bias",) if info.is_all_greedy else _BY_REQUEST
         custom = self._custom(part, at, on_host, width) if info.has_custom_logit_processor else {}
         return replace(
             info,
-            **{name: repeated(getattr(info, name)) for name in read},
+            **{name: repeated(getattr(info, name)) for name in _BY_REQUEST},
             **custom,
             grammars=grammars,
             vocab_mask=mask,

@@ -126,6 +126,36 @@ def test_a_kind_that_a_server_refuses_costs_its_cells(tmp_path: Path, plain: Ser
     assert "refusing: the server answered with status 400" in output.with_suffix(".md").read_text()
 
 
+@mostly_on(-1)
+def test_traffic_that_changes(tmp_path: Path, dflash: Server) -> None:
+    """Clients come, ask something else, and go; requests under way at a change end as they began."""
+    output = tmp_path / "changing.jsonl"
+    phases = "chat/1,gsm8k/sampled/4,chat/1"
+    given = ["changing", "--url", f"dflash={dflash.url}", "--phases", phases]
+    given += ["--seconds", "3", "--settle", "1", "--output-file", str(output)]
+    running, over = [], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            running.append((time.monotonic(), dflash.load()["num_reqs"]))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        assert serving.main(given) == 0
+    finally:
+        over.set()
+        watching.join()
+    [row] = rows(output)
+    assert row["phases"] == ["chat c=1", "gsm8k sampled c=4", "chat c=1"]
+    assert all(rate > 0 for rate in row["at_first_tok_s"] + row["later_tok_s"])
+    most = [at for at, requests in running if requests == 4]
+    assert most and max(requests for _, requests in running) == 4
+    alone = [requests for at, requests in running if at < most[0] and requests]
+    assert alone and alone.count(1) > len(alone) / 2
+    assert max(most) - min(most) < 6  # seconds, the answers that end later included
+
+
 @exact
 def test_it_stops_when_the_time_is_up(
     tmp_path: Path, plain: Server, capsys: pytest.CaptureFixture
