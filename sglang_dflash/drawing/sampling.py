@@ -8,7 +8,7 @@ row is not committed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -155,8 +155,8 @@ class Sampling:
 
     @property
     def alike(self) -> bool:
-        """Whether all requests draw, and none asks for more than its parameters say."""
-        extras = (self.penalties, self.has_grammar, self.return_hidden_states, self.return_logprob)
+        """Whether all requests draw, and none asks for more than its parameters and its grammar say."""
+        extras = (self.penalties, self.return_hidden_states, self.return_logprob)
         custom = self.info.has_custom_logit_processor
         return len(self.drawing) == len(self.reqs) and not (custom or any(extras))
 
@@ -165,24 +165,50 @@ class Sampling:
         sampler: Sampler,
         logits: Callable[[slice], LogitsProcessorOutput],
         positions: torch.Tensor,
-        owners: torch.Tensor,
+        source: torch.Tensor,
+        drafts: torch.Tensor,
     ) -> torch.Tensor:
         """Draws after some rows of requests that are `alike`.
 
         Args:
             logits: as in `draw`.
-            positions, owners: [n] int64, of each row, and which request's it is.
+            positions: [bs * width] int64.
+            source: [n] int64, which rows of the blocks.
+            drafts: [bs, width - 1] int64.
 
         Returns:
             [n] int64.
         """
-        drawn = []
-        for first in range(0, len(owners), ROWS_AT_ONCE):
-            part = slice(first, min(first + ROWS_AT_ONCE, len(owners)))
-            info, output = self._info_at(owners[part]), logits(part)
-            nobody = False, [0] * (part.stop - first), [None] * (part.stop - first)
-            drawn.append(_draw(sampler, output, info, *nobody, positions[part]))
+        drawn, masks = [], None
+        for first in range(0, len(source), ROWS_AT_ONCE):
+            part = slice(first, min(first + ROWS_AT_ONCE, len(source)))
+            output, rows = logits(part), source[part]
+            if masks is None:  # filled while the device makes logits
+                masks = self._masks(range(len(self.reqs)), drafts)
+            info = self._info_at(rows // (drafts.shape[1] + 1))
+            if masks[0] is not None:
+                info = replace(info, vocab_mask=masks[0][rows], apply_mask_func=masks[1])
+            nobody = False, [0] * len(rows), [None] * len(rows)
+            drawn.append(_draw(sampler, output, info, *nobody, positions[rows]))
         return torch.cat(drawn)
+
+    def _masks(
+        self, part: Sequence[int], drafts: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Callable | None]:
+        """What grammars allow after each row of the blocks of some requests, and what applies it; none without any.
+
+        Args:
+            drafts: [len(part), width - 1] int64.
+        """
+        grammars = [self.reqs[i].grammar for i in part] if self.has_grammar else []
+        if not any(grammars):
+            return None, None
+        on_host = self._on_host(part, drafts)
+        return vocabulary_mask(grammars, on_host, self.info.vocab_size, drafts.device)
+
+    def _on_host(self, part: Sequence[int], drafts: torch.Tensor) -> list[list[int]]:
+        """Drafts of some requests, [len(part), width - 1]."""
+        return drafts.tolist() if self.drafts is None else self.drafts.rows(part)
 
     def _info_at(self, owners: torch.Tensor) -> SamplingBatchInfo:
         """Parameters of requests ([n] int64), a row each."""
@@ -213,26 +239,22 @@ class Sampling:
             at: the same requests on the device.
             drafts: [len(part), width - 1] int64.
         """
-        info, reqs = self.info, [self.reqs[i] for i in part]
-        penalizer = mask = apply_mask = None
-        on_host = []
-        if self.reads_drafts:
-            on_host = drafts.tolist() if self.drafts is None else self.drafts.rows(part)
-        if any(map(is_penalized, reqs)):
+        info, penalizer = self.info, None
+        if any(is_penalized(self.reqs[i]) for i in part):
             penalizer = self.penalties.of(self.rows[at], drafts)
-        grammars = [req.grammar for req in reqs] if self.has_grammar else None
-        if grammars and any(grammars):
-            mask, apply_mask = vocabulary_mask(grammars, on_host, info.vocab_size, drafts.device)
+        mask, apply_mask = self._masks(part, drafts)
 
         def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
             return None if value is None else value[at].repeat_interleave(width, dim=0)
 
-        custom = self._custom(part, at, on_host, width) if info.has_custom_logit_processor else {}
+        custom = {}
+        if info.has_custom_logit_processor:
+            custom = self._custom(part, at, self._on_host(part, drafts), width)
         return replace(
             info,
             **{name: repeated(getattr(info, name)) for name in _BY_REQUEST},
             **custom,
-            grammars=grammars,
+            grammars=[self.reqs[i].grammar for i in part] if self.has_grammar else None,
             vocab_mask=mask,
             apply_mask_func=apply_mask,
             penalizer_orchestrator=penalizer,
@@ -268,7 +290,7 @@ class OnItsWay:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def rows(self, wanted: list[int]) -> list[list[int]]:
+    def rows(self, wanted: Iterable[int]) -> list[list[int]]:
         """Some of the rows, once they are there."""
         values = self.tensor()
         return [values[i].tolist() for i in wanted]

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sglang_dflash.drawing import sampling as sampling_module
 from sglang_dflash.drawing.penalties import Penalties
 from sglang_dflash.drawing.sampling import Sampling, needs_history
 
@@ -119,3 +121,70 @@ def test_whose_penalizers_count(algorithm: str | None, arguments: ServerArgs) ->
 def test_greedy_requests_ask_nothing() -> None:
     assert asked(Batch(request(), request())) is None
     assert asked(Batch(request()), True) is not None
+
+
+class Letters:
+    """A grammar over the vocabulary: after token n only n + 1 and n + 2, of which those that are drafted are told."""
+
+    finished = False
+
+    def __init__(self, last: int):
+        self.last, self.told = last, []
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def allocate_vocab_mask(self, vocab_size: int, rows: int, device: str) -> torch.Tensor:
+        return torch.zeros(rows, vocab_size, dtype=torch.bool)
+
+    def fill_vocab_mask(self, mask: torch.Tensor, row: int) -> None:
+        mask[row] = True
+        mask[row, self.last + 1 : self.last + 3] = False
+
+    def accept_token(self, token: int) -> None:
+        self.told.append(self.last)
+        self.last = token
+
+    def rollback(self, tokens: int) -> None:
+        self.last = self.told[-tokens]
+        del self.told[-tokens:]
+
+    @staticmethod
+    def move_vocab_mask(mask: torch.Tensor, device: str) -> torch.Tensor:
+        return mask
+
+    @staticmethod
+    def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        logits.masked_fill_(vocab_mask, float("-inf"))
+
+
+@pytest.mark.parametrize("rows_at_once", [3, 128])
+@pytest.mark.parametrize("others", [{}, {"logit_bias": {"9": 50.0}}])
+def test_rows_of_grammars(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, others: dict) -> None:
+    """Rows that are drawn by themselves are drawn as among all rows of their blocks, each under its own mask."""
+    monkeypatch.setattr(sampling_module, "ROWS_AT_ONCE", rows_at_once)
+    reqs = [request(), request(**others), request()]
+    for req, last in zip(reqs, (3, None, 10), strict=True):
+        req.grammar = None if last is None else Letters(last)
+    drafts = torch.tensor(
+        [[4, 5, 9], [1, 2, 3], [12, 13, 14]]
+    )  # the first grammar takes two of its three
+    logits = torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    made = asked(Batch(*reqs), detect_nan=True)
+    assert made.has_grammar and made.alike
+
+    def of(rows: torch.Tensor):
+        return lambda at: LogitsProcessorOutput(next_token_logits=logits[rows][at].clone())
+
+    def likeliest(output: LogitsProcessorOutput, *_: object) -> torch.Tensor:
+        return output.next_token_logits.argmax(dim=-1)
+
+    positions = torch.arange(12)
+    whole, _ = made.draw(likeliest, of(positions), positions, 4, drafts)
+    source = torch.tensor([0, 1, 2, 4, 8, 9, 10, 11])
+    some = made.draw_rows(likeliest, of(source), positions, source, drafts)
+    assert some.tolist() == whole.flatten()[source].tolist()
+    assert whole[0, :3].tolist() != logits[:3].argmax(dim=-1).tolist()
+    for row, last in zip((0, 1, 2, 8, 9, 10, 11), (3, 4, 5, 10, 12, 13, 14), strict=True):
+        assert int(whole.flatten()[row]) in (last + 1, last + 2)
+    assert [req.grammar and req.grammar.last for req in reqs] == [3, None, 10]
