@@ -6,11 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import requests
-
 from benchmark import agreement
-from benchmark.errors import CannotMeasure
-from benchmark.prompts import load_tokenizer
 from benchmark.shapes import TINY
 from benchmark.traffic import workloads
 from benchmark.traffic.arguments import PROG
@@ -18,7 +14,7 @@ from benchmark.traffic.clients import Clients, Job
 from benchmark.traffic.counters import Counters
 from benchmark.traffic.figures import Goal, figures
 from benchmark.traffic.fleet import Served
-from benchmark.traffic.systems import Choice
+from benchmark.traffic.profile import pool_of, server_at
 
 # This package's names of figures, and bench_serving's.
 FIGURES = {
@@ -42,17 +38,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(given: Sequence[str]) -> int:
     options = parser().parse_args(given)
-    served = Served(Choice("this benchmark", "url"), options.base_url.rstrip("/"))
-    try:
-        served.get_ready(0)
-        tokenizer = requests.get(f"{served.url}/server_info", timeout=60).json()["tokenizer_path"]
-    except (requests.RequestException, ValueError, LookupError) as error:
-        raise CannotMeasure(
-            f"no SGLang answers at --base-url {options.base_url} ({type(error).__name__}): start it, "
-            "or give its URL."
-        ) from None
-    context = workloads.context_of(Path(tokenizer))
-    pool = workloads.load(options.workload, options.data, load_tokenizer(tokenizer), context)
+    served, target = server_at(options.base_url)
+    pool = pool_of(options.workload, options.data, target)
     options.max_new_tokens = min(options.max_new_tokens, pool.max_tokens)
     bodies = pool.bodies("greedy", workloads.GREEDY, served.model, options.max_new_tokens)
     count = min(options.questions, len(bodies))
@@ -70,7 +57,7 @@ def main(given: Sequence[str]) -> int:
             "this benchmark",
             lambda: _ours(job, served, clients),
             pool.texts[:count],
-            tokenizer,
+            str(target),
             FIGURES,
         )
 

@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import requests
 
 from benchmark import jsonl
 from benchmark.errors import CannotMeasure
 from benchmark.options import check_plot, number
-from benchmark.prompts import load_tokenizer
 from benchmark.shapes import TINY
 from benchmark.traffic import workloads
 from benchmark.traffic.answers import Answer
 from benchmark.traffic.arguments import PROG
 from benchmark.traffic.clients import Clients, Job, Phase
-from benchmark.traffic.fleet import Served
-from benchmark.traffic.systems import Choice
-from benchmark.traffic.workloads import KINDS, Sampling, Workload
+from benchmark.traffic.profile import pool_of, server_at
+from benchmark.traffic.workloads import KINDS, Sampling
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(given: Sequence[str]) -> int:
     options = parser().parse_args(given)
+    names = [name for name, _ in options.urls]
+    if len(names) > len(set(names)):
+        raise CannotMeasure(f"--url has {', '.join(names)}: give each server a name of its own.")
     if options.settle >= options.seconds:
         raise CannotMeasure(
             f"--settle {options.settle:g} leaves nothing of --seconds {options.seconds:g}: make it shorter."
@@ -108,19 +108,9 @@ def main(given: Sequence[str]) -> int:
 
 def _asked(options: argparse.Namespace, url: str, clients: Clients) -> tuple[list[Answer], float]:
     """All answers of a server, and when the first phase began."""
-    served = Served(Choice("served", "url"), url)
-    try:
-        served.get_ready(0)
-        about = requests.get(f"{url}/server_info", timeout=60).json()
-    except (requests.RequestException, ValueError, LookupError) as error:
-        raise CannotMeasure(
-            f"no SGLang answers at {url} ({type(error).__name__}): start it, or give its URL."
-        ) from None
-    pools: dict[str, Workload] = {}
-    target = about["tokenizer_path"]
-    for workload in {change.workload for change in options.phases}:
-        context = workloads.context_of(Path(target))
-        pools[workload] = workloads.load(workload, options.data, load_tokenizer(target), context)
+    served, target = server_at(url)
+    names = {change.workload for change in options.phases}
+    pools = {name: pool_of(name, options.data, target) for name in names}
     phases = [
         Phase(
             pools[change.workload].bodies(change.kind, Sampling(0.7, 0.9, 0), served.model),

@@ -24,7 +24,7 @@ from benchmark.traffic.arguments import PROG
 from benchmark.traffic.clients import Clients, Job
 from benchmark.traffic.fleet import Served
 from benchmark.traffic.systems import Choice
-from benchmark.traffic.workloads import KINDS, Sampling
+from benchmark.traffic.workloads import KINDS, Sampling, Workload
 
 # The first and the last kernel of a round of DFlash.
 _FIRST, _LAST = "_open_round", "_accept"
@@ -133,23 +133,37 @@ def add_asked(whole: argparse.ArgumentParser) -> None:
     add("--output-file", type=Path, metavar="FILE", help="JSON lines")
 
 
+def server_at(url: str) -> tuple[Served, Path]:
+    """A server of SGLang that runs already, and the folder of its tokenizer.
+
+    Raises:
+        CannotMeasure: none answers there.
+    """
+    served = Served(Choice("served", "url"), url.rstrip("/"))
+    try:
+        served.get_ready(0)
+        about = requests.get(f"{served.url}/server_info", timeout=60).json()
+        return served, Path(about["tokenizer_path"])
+    except (requests.RequestException, ValueError, LookupError) as error:
+        raise CannotMeasure(
+            f"no SGLang answers at {url} ({type(error).__name__}): start it, or give its URL."
+        ) from None
+
+
+def pool_of(workload: str, data: Path, target: Path) -> Workload:
+    """Prompts of a workload for a target in a folder; see `workloads.load`."""
+    context = workloads.context_of(target)
+    return workloads.load(workload, data, load_tokenizer(str(target)), context)
+
+
 def served_by(options: argparse.Namespace) -> tuple[Served, Sequence[bytes]]:
     """The server of `add_asked`'s options, and the bodies of requests to it.
 
     Raises:
         CannotMeasure: no SGLang answers there.
     """
-    served = Served(Choice("served", "url"), options.base_url.rstrip("/"))
-    try:
-        served.get_ready(0)
-        tokenizer = requests.get(f"{served.url}/server_info", timeout=60).json()["tokenizer_path"]
-    except (requests.RequestException, ValueError, LookupError) as error:
-        raise CannotMeasure(
-            f"no SGLang answers at --base-url {options.base_url} ({type(error).__name__}): start it, "
-            "or give its URL."
-        ) from None
-    context = workloads.context_of(Path(tokenizer))
-    pool = workloads.load(options.workload, options.data, load_tokenizer(tokenizer), context)
+    served, target = server_at(options.base_url)
+    pool = pool_of(options.workload, options.data, target)
     return served, pool.bodies(options.kind, Sampling(0.7, 0.9, 0), served.model, pool.max_tokens)
 
 

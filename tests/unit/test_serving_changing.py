@@ -83,6 +83,7 @@ def test_bad_options(given: list[str], told: str, capsys: pytest.CaptureFixture)
 def test_what_cannot_be_measured(capsys: pytest.CaptureFixture) -> None:
     for given, told in (
         (["--seconds", "2", "--settle", "2"], "--settle 2 leaves nothing of --seconds 2"),
+        (["--url", "a=http://127.0.0.1:9"], "give each server a name of its own"),
         ([], "no SGLang answers at http://127.0.0.1:9"),
     ):
         assert serving.main(["changing", "--url", "a=http://127.0.0.1:9", *given]) == 2
