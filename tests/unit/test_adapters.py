@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sglang.srt.lora.backend.base_backend import BaseLoRABackend
-from sglang.srt.lora.backend.chunked_backend import ChunkedSgmvLoRABackend
-from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -23,13 +20,12 @@ from transformers import AutoConfig
 from sglang_dflash.checkpoint.adapter import check_adapter, check_limits, read_adapter
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.gpu.kernels.adapter_products import Adapted, add_expanded, shrink
 from sglang_dflash.round.adapted_head import AdaptedHead
-from sglang_dflash.round.adapter_buffers import AdaptedRows, AdapterBuffers
 from sglang_dflash.serving.adapters import check_lora_arguments, named_paths, until_unused
 from sglang_dflash.serving.lora_manager import CheckingLoRAManager
 from tests.server.adapters import ATTENTION, ENDS, MLP, write_adapter
 from tests.server.harness import TARGET
+from tests.unit.adapter_sums import RANKS, SCALINGS, expected
 from tests.unit.decoders import write_target
 
 EVERYTHING = (*ATTENTION, *MLP, *ENDS)
@@ -209,9 +205,6 @@ def test_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetched == [({"a"}, set()), ({"c"}, {"b", None})]
 
 
-RANKS, SCALINGS = torch.tensor([0, 3, 2], dtype=torch.int32), torch.tensor([0.0, 2.0, 0.5])
-
-
 @pytest.fixture
 def backend() -> CpuLoRABackend:
     return CpuLoRABackend(max_loras_per_batch=3, device=torch.device("cpu"))
@@ -227,14 +220,6 @@ def prepare(backend: CpuLoRABackend, lengths: list[int], owners: list[int], **fi
     )
     batch.__dict__.update(fields)
     backend.prepare_lora_batch(batch, owners, RANKS.tolist(), SCALINGS.tolist(), False)
-
-
-def expected(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    out = torch.zeros(len(x), b.shape[1])
-    for row, owner in enumerate(rows):
-        rank = RANKS[owner]
-        out[row] = SCALINGS[owner] * (b[owner, :, :rank] @ (a[owner, :rank] @ x[row]))
-    return out
 
 
 def test_products_on_a_cpu(backend: CpuLoRABackend) -> None:
@@ -312,107 +297,6 @@ def test_segments_of_a_gpu(order: torch.Tensor | None) -> None:
     assert made.max_len == (1 if order is None else 16)
     assert order is None or made.permutation.tolist() == [0, 1, 2]
     assert made.lora_ranks is RANKS and made.scalings is SCALINGS
-
-
-class Manager:
-    """The pool of adapters has a at place 2, b at 1 and none at 0."""
-
-    max_loras_per_batch, lm_head_module = 3, None
-    loras = {
-        name: SimpleNamespace(config=SimpleNamespace(r=int(RANKS[place])), scaling=SCALINGS[place])
-        for name, place in (("a", 2), ("b", 1))
-    }
-
-    def __init__(self, backend: BaseLoRABackend):
-        self.lora_backend, self.fetched = backend, []
-
-    def fetch_new_loras(self, names: set[str | None]) -> None:
-        self.fetched.append(names)
-
-    def places_of(self, names: Iterable[str | None]) -> list[int]:
-        return [{"a": 2, "b": 1, None: 0}[name] for name in names]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_lora.py does this")
-@pytest.mark.parametrize("name", ["triton", "csgmv"])
-@pytest.mark.parametrize("width", [2, 5, 20])
-def test_what_captured_rounds_read(name: str, width: int) -> None:
-    """The release's kernels over blocks, in Triton's interpreter: what was filled in counts, not what was captured."""
-    backend = gpu_backend(name)
-    buffers = AdapterBuffers(Manager(backend), 4, "cpu")
-    info = buffers.blocks(4, width)
-    for ids in (["a", None, "b"], ["b", "b", "a", None], ["a"]):
-        buffers.fill(ids)
-        check_products(buffers, info, 4 * width, [(each, width) for each in ids])
-    assert buffers._manager.fetched[1] == {"a", "b", None}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_lora.py does this")
-@pytest.mark.parametrize("name", ["triton", "csgmv"])
-def test_what_captured_passes_read(name: str) -> None:
-    """Requests with any number of rows, some with none, and rows that fill the pass up."""
-    backend, requests, rows = gpu_backend(name), 7, 96
-    buffers, ends = AdapterBuffers(Manager(backend), requests, "cpu"), torch.zeros(8).int()
-    for counts in ([16, 16, 3], [1, 0, 40, 5, 17], [90], [33, 1, 1, 1, 1, 20]):
-        ids = [("a", "b", None)[n % 3] for n in range(len(counts))]
-        ends[:] = rows
-        ends[: len(counts) + 1] = torch.tensor([0, *counts]).cumsum(0)
-        buffers.fill(ids)
-        info = buffers.tiles(ends, rows)
-        assert len(info.weight_indices) == rows // 16 + requests  # whatever the requests have
-        assert len(info.grouped.places) == rows // 16 + 4
-        check_products(buffers, info, rows, list(zip(ids, counts, strict=True)))
-
-
-def gpu_backend(name: str) -> BaseLoRABackend:
-    given = dict(max_loras_per_batch=3, device="cpu", server_args=None)
-    if name == "csgmv":
-        given["server_args"] = SimpleNamespace(max_lora_chunk_size=16)
-    return {"triton": TritonLoRABackend, "csgmv": ChunkedSgmvLoRABackend}[name](**given)
-
-
-def check_products(
-    buffers: AdapterBuffers, info: AdaptedRows, rows: int, requests: list[tuple[str | None, int]]
-) -> None:
-    """What the release's kernels and ours add to the rows of requests, each with an adapter and so many rows."""
-    backend = buffers._manager.lora_backend
-    a, b, ends = torch.randn(3, 16, 32), torch.randn(3, 64, 16), torch.tensor([0, 64])
-    x, base = torch.randn(rows, 32), torch.randn(rows, 64)
-    with buffers.over(info):
-        inner = backend.run_lora_a_sgemm(x, a)
-        made = backend.run_lora_b_sgemm(inner, b, output_offset=ends, base_output=base.clone())
-    fused = base.clone()
-    its = Adapted(a, b, ends.int(), 64), info.grouped
-    add_expanded(fused, shrink(x, *its), *its)
-    ids, counts = zip(*requests, strict=True)
-    places = zip(buffers._manager.places_of(ids), counts, strict=True)
-    owners = [place for place, count in places for _ in range(count)]
-    ours = slice(len(owners))
-    added = expected(x[ours], a, b, owners)
-    for each in (made, fused):
-        torch.testing.assert_close(each[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("requests", [1, 7, 80])
-def test_rows_by_adapters(requests: int) -> None:
-    """Each row is in one segment, of its adapter; those without one, and those of nobody, are the last."""
-    torch.manual_seed(0)
-    buffers = AdapterBuffers(Manager(SimpleNamespace(name="triton")), requests, "cpu")
-    buffers.fill([("a", "b", None)[n % 3] for n in range(requests)])
-    for rows in (64, 320):
-        counts = torch.randint(0, 2 * rows // requests, (requests,))
-        ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).clamp(max=rows).int()
-        grouped = buffers.tiles(ends, rows).grouped
-        request = torch.searchsorted(ends[1:].long(), torch.arange(rows), right=True)
-        place = torch.cat([buffers.places, torch.zeros(1).int()])[request]
-        assert grouped.order.sort().values.tolist() == list(range(rows))
-        assert grouped.ends[0] == 0 and grouped.ends[-1] == rows
-        lengths = grouped.ends.diff()
-        assert lengths.min() >= 0 and lengths.max() <= 16
-        by_segment = grouped.places.repeat_interleave(lengths)
-        found = by_segment.masked_fill(grouped.ranks[by_segment] == 0, 0)
-        assert torch.equal(found, place[grouped.order.long()])
-        assert (found == 0).int().diff().ge(0).all()
 
 
 def test_config_is_what_peft_writes(tmp_path: Path) -> None:
