@@ -1,4 +1,4 @@
-"""What passes of a GPU read of adapters, and what kernels, the release's and our own, make of it in Triton's interpreter."""
+"""What a GPU's passes read of adapters, and what the release's kernels and ours make of it, in Triton's interpreter."""
 
 from __future__ import annotations
 
