@@ -120,7 +120,8 @@ def _asked(options: argparse.Namespace, url: str, clients: Clients) -> tuple[lis
         for change in options.phases
     ]
     served.flush()
-    heard = clients.ask(Job(url, (), phases=phases, timeout=len(phases) * options.seconds + 120))
+    timeout = len(phases) * options.seconds + 120
+    heard = clients.ask(Job(served.url, (), phases=phases, most=1 << 30, timeout=timeout))
     return heard.answers, heard.answers[0].began
 
 

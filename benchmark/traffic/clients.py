@@ -49,8 +49,8 @@ class Job:
             their number.
         clients: in a closed loop, how many ask at once.
         arrivals: in an open loop, number of each request and when it is due, seconds from the start.
-        phases: traffic that changes, one after the other; what `bodies`, `clients` and `seconds` say is not read.
-        most: requests in a closed loop.
+        phases: traffic that changes, one after the other; what `bodies` and `clients` say is not read.
+        most: requests in a closed loop, or of all phases.
         least: requests in a closed loop that are sent however late it is.
         seconds: after which no client of a closed loop sends another.
         timeout: seconds after which all must have been answered.
@@ -284,13 +284,10 @@ class Asking:
         for phase in self.job.phases:
             begin, end = end, end + phase.seconds
             await asyncio.sleep(begin - time.perf_counter())
-            while client < phase.clients and time.perf_counter() < end:
-                if self.shared.stop.value:
+            while client < phase.clients and (now := time.perf_counter()) < end:
+                if (number := self.next()) is None:
                     return
-                with self.shared.sent.get_lock():
-                    number = self.shared.sent.value
-                    self.shared.sent.value += 1
-                await self.request(session, number, time.perf_counter(), phase.bodies)
+                await self.request(session, number, now, phase.bodies)
 
     async def request(
         self,
