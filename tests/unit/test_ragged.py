@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from sglang_dflash.gpu.kernels import survival as survival_kernels
 from sglang_dflash.gpu.kernels.survival import count_and_update, expect
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.ragged import Ragged
@@ -205,3 +206,29 @@ def test_kernels(widest: int, width: int) -> None:
         torch.testing.assert_close(found.cpu(), told)
         assert told.shape == (9, width)
         torch.testing.assert_close(rates.cpu(), theirs.rates)
+
+
+def test_counting_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of other widths, and rows that pay, come with the traffic, in which nobody waits for a compiler."""
+    launches = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *values, **constants: launches.append((len(values), constants))
+
+    monkeypatch.setattr(survival_kernels, "_count", Launched())
+    monkeypatch.setattr(survival_kernels, "_update", Launched())
+    values = Survival(WIDTH - 1, "cpu")
+    for width in (WIDTH, 3, 2):
+        cells, chances = torch.zeros(4, width - 1, dtype=torch.int64), torch.rand(4, width - 1)
+        lengths = torch.ones(4, dtype=torch.int64)
+        for rows in (width, lengths):
+            count_and_update(
+                *(cells, chances, rows, lengths),
+                *(values._fresh, values._counts, values.rates, values._guess),
+                window=4096,
+                kept=(0.5, 0.97),
+                weights=(8.0, 16.0),
+            )
+    counting = launches[::2]
+    assert len(counting) == 6 and all(each == counting[0] for each in counting)

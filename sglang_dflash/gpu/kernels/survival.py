@@ -83,7 +83,8 @@ def expect(
     return cells, chances
 
 
-@triton.jit
+# Blocks of another width come when traffic changes: nothing may be compiled then.
+@triton.jit(do_not_specialize=["width", "drafts"])
 def _count(
     cells_ptr,
     chances_ptr,
@@ -92,22 +93,19 @@ def _count(
     fresh_ptr,
     told_ptr,
     width,
+    drafts,
     SIZE: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    DRAFTS_POW2: tl.constexpr,
-    RAGGED: tl.constexpr,
+    WIDEST_POW2: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, DRAFTS_POW2)
+    i = tl.arange(0, WIDEST_POW2)
     length = tl.load(lengths_ptr + request)
-    rows = width.to(tl.int64)
-    if RAGGED:
-        rows = tl.load(rows_ptr + request)
-    chance = tl.load(chances_ptr + request * DRAFTS + i, mask=i < DRAFTS, other=0.0)
-    told = tl.where(i < DRAFTS, chance, rows.to(tl.float32))
-    tl.store(told_ptr + request * (DRAFTS + 1) + i, told, mask=i <= DRAFTS)
-    tried = (i < DRAFTS) & (i < length) & (i < rows - 1)
-    cell = tl.load(cells_ptr + request * DRAFTS + i, mask=tried, other=-1)
+    rows = tl.where(width > 0, width.to(tl.int64), tl.load(rows_ptr + request).to(tl.int64))
+    chance = tl.load(chances_ptr + request * drafts + i, mask=i < drafts, other=0.0)
+    told = tl.where(i < drafts, chance, rows.to(tl.float32))
+    tl.store(told_ptr + request * (drafts + 1) + i, told, mask=i <= drafts)
+    tried = (i < drafts) & (i < length) & (i < rows - 1)
+    cell = tl.load(cells_ptr + request * drafts + i, mask=tried, other=-1)
     tried &= cell >= 0
     tl.atomic_add(fresh_ptr + cell, 1.0, mask=tried)
     tl.atomic_add(fresh_ptr + SIZE + cell, 1.0, mask=tried & (i < length - 1))
@@ -195,10 +193,9 @@ def count_and_update(
         fresh,
         told,
         0 if ragged else rows,
+        drafts,
         SIZE=kinds * widest * bins,
-        DRAFTS=drafts,
-        DRAFTS_POW2=triton.next_power_of_2(drafts + 1),
-        RAGGED=ragged,
+        WIDEST_POW2=triton.next_power_of_2(widest + 1),
         num_warps=1,
     )
     _update[(kinds,)](
