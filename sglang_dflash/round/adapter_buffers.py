@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.utils import next_power_of_2
 
 from sglang_dflash.gpu.kernels.adapter_products import Segments
+from sglang_dflash.gpu.kernels.adapter_rows import group_rows, group_rows_reference
 from sglang_dflash.round.adapted_head import AdaptedHead
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Ids = Sequence[str | None]
 
 _TILE = 16  # rows of a segment of a pass; kernels compute so many at once
+# From so many rows on an adapter has more than a tile of them, and programs with two read its matrices half as often.
+_MANY_ROWS = 128
 
 
 def has_adapters(ids: Ids | None) -> bool:
@@ -102,35 +105,33 @@ class AdapterBuffers:
         tile = next_power_of_2(max(width, _TILE))
         return self._segments(ends, self.places[:requests], requests * width, width, tile)
 
-    def tiles(self, ends: torch.Tensor, rows: int) -> AdaptedRows:
+    def tiles(self, ends: torch.Tensor, rows: int, *, fused: bool = False) -> AdaptedRows:
         """Likewise: any numbers of rows of each request.
 
         Args:
             ends: [requests + 1] int32, where each request's rows begin, and end; only the device knows.
             rows: of all of them, and of what fills the pass up.
+            fused: whether layers are; the release's fields are then only filled in where it has other LoRA layers.
         """
+        manager, grouped = self._manager, self._grouped(ends, rows)
+        if fused and manager.embed_tokens_module is None and manager.lm_head_module is None:
+            return AdaptedRows(*[None] * len(fields(LoRABatchInfo)), grouped=grouped)
         requests, ends = len(ends) - 1, ends.long()
         begins, request = _tiled(ends, rows)
-        places = self._places_of(request, requests)
+        # What is no request has a larger number, and no adapter.
+        places = self.places[request.clamp(max=requests - 1)]
+        places = places.masked_fill(request >= requests, self._none)
         info = self._segments(begins, places, rows, _TILE, _TILE)
-        row = torch.arange(rows, device=ends.device)
-        places = self._places_of(torch.searchsorted(ends[1:], row, right=True), requests)
-        info.grouped = self._grouped(places)
+        info.grouped = grouped
         return info
 
-    def _places_of(self, request: torch.Tensor, requests: int) -> torch.Tensor:
-        """Places of the adapters of requests; of what is no request, and has a larger number, the one for none."""
-        places = self.places[request.clamp(max=requests - 1)]
-        return places.masked_fill(request >= requests, self._none)
-
-    def _grouped(self, places: torch.Tensor) -> Segments:
-        """Rows by the places of their adapters ([rows] int32); without one they are the last."""
-        places = places.masked_fill(self.ranks[places] == 0, self._none)
-        known = torch.arange(self._none + 1, device=places.device)
-        ends = torch.cat([known.new_zeros(1), (places == known[:, None]).sum(1).cumsum(0)])
-        begins, place = _tiled(ends, len(places))
-        order = places.argsort(stable=True)
-        return self._own(begins, place.clamp(max=self._none), order, _TILE)
+    def _grouped(self, ends: torch.Tensor, rows: int) -> Segments:
+        tile = _TILE if rows < _MANY_ROWS else 2 * _TILE
+        group = group_rows if ends.is_cuda else group_rows_reference
+        grouped = group(ends, self.places[: len(ends) - 1], self.ranks, rows, tile)
+        return Segments(
+            grouped.ends, grouped.places, self.ranks, self.scalings, grouped.order, tile
+        )
 
     def _own(
         self, ends: torch.Tensor, places: torch.Tensor, order: torch.Tensor, longest: int

@@ -99,9 +99,10 @@ class CapturedAdaptedPass(CapturedTarget):
         adapters: AdapterBuffers,
     ):
         super().__init__(runner, attention, body)
-        self._adapters = adapters
+        self._adapters, self._fused = adapters, body is not None
 
     def forward(self, batch: ForwardBatch) -> Any:
-        info = self._adapters.tiles(self.attention.ends, len(batch.input_ids))
+        rows = len(batch.input_ids)
+        info = self._adapters.tiles(self.attention.ends, rows, fused=self._fused)
         with self._adapters.over(info):
             return super().forward(batch)

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from sglang_dflash.gpu.kernels import (
     adapter_products,
+    adapter_rows,
     delta_net_rows,
     delta_net_states,
     side_by_side,
@@ -128,10 +129,14 @@ def adapters(capability: int, dtype: str) -> int:
     types |= dict.fromkeys(
         ("ends_ptr", "places_ptr", "ranks_ptr", "bounds_ptr", "order_ptr"), "*i32"
     )
-    made = []
-    for most, tile, share in ((16, 64, 512), (256, 64, 4096)):
-        rest = dict(COLUMNS=3 * most, LONGEST=16, EARLY=capability >= 90)
-        shrink = rest | dict(DEPTH=4096, SLICES=3, SHARE=share, TILE=tile, STEP=128)
+    types |= dict.fromkeys(("begins_ptr", "segment_places_ptr"), "*i32")
+    types |= dict.fromkeys(("requests", "segments"), "i32")
+    sizes = dict(ROWS_POW2=4096, STEPS=8, NONE=9, TILE=32, SEGMENTS_POW2=256)
+    made = [compiled(adapter_rows._group, capability, sizes, types, 8)]
+    for most, tile, share in ((16, 64, 512), (16, 16, 1024), (256, 64, 4096)):
+        rest = dict(COLUMNS=3 * most, LONGEST=32, EARLY=capability >= 90)
+        step = 256 if tile == 16 else 128
+        shrink = rest | dict(DEPTH=4096, SLICES=3, SHARE=share, TILE=tile, STEP=step)
         expand = rest | dict(SIZE=6144, MOST=most, MOST_POW2=most, PARTS=4096 // share, TILE=128)
         made.append(compiled(adapter_products._shrink, capability, shrink, types, 4))
         made.append(compiled(adapter_products._expand, capability, expand, types, 4))

@@ -19,7 +19,7 @@ from tests.unit.adapter_sums import RANKS, SCALINGS, expected
 class Manager:
     """The pool of adapters has a at place 2, b at 1 and none at 0."""
 
-    max_loras_per_batch, lm_head_module = 3, None
+    max_loras_per_batch, lm_head_module, embed_tokens_module = 3, None, None
     loras = {
         name: SimpleNamespace(config=SimpleNamespace(r=int(RANKS[place])), scaling=SCALINGS[place])
         for name, place in (("a", 2), ("b", 1))
@@ -51,9 +51,10 @@ def test_what_captured_rounds_read(name: str, width: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_lora.py does this")
 @pytest.mark.parametrize("name", ["triton", "csgmv"])
-def test_what_captured_passes_read(name: str) -> None:
+@pytest.mark.parametrize(("rows", "tile"), [(96, 16), (160, 32)])
+def test_what_captured_passes_read(name: str, rows: int, tile: int) -> None:
     """Requests with any number of rows, some with none, and rows that fill the pass up."""
-    backend, requests, rows = gpu_backend(name), 7, 96
+    backend, requests = gpu_backend(name), 7
     buffers, ends = AdapterBuffers(Manager(backend), requests, "cpu"), torch.zeros(8).int()
     for counts in ([16, 16, 3], [1, 0, 40, 5, 17], [90], [33, 1, 1, 1, 1, 20]):
         ids = [("a", "b", None)[n % 3] for n in range(len(counts))]
@@ -62,7 +63,8 @@ def test_what_captured_passes_read(name: str) -> None:
         buffers.fill(ids)
         info = buffers.tiles(ends, rows)
         assert len(info.weight_indices) == rows // 16 + requests  # whatever the requests have
-        assert len(info.grouped.places) == rows // 16 + 4
+        assert len(info.grouped.places) == rows // tile + 4
+        assert info.grouped.longest == tile
         check_products(buffers, info, rows, list(zip(ids, counts, strict=True)))
 
 
@@ -104,13 +106,15 @@ def test_rows_by_adapters(requests: int) -> None:
     for rows in (64, 320):
         counts = torch.randint(0, 2 * rows // requests, (requests,))
         ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).clamp(max=rows).int()
-        grouped = buffers.tiles(ends, rows).grouped
+        info = buffers.tiles(ends, rows, fused=True)
+        assert info.seg_indptr is None  # for whom nobody asks, in a graph
+        grouped = info.grouped
         request = torch.searchsorted(ends[1:].long(), torch.arange(rows), right=True)
         place = torch.cat([buffers.places, torch.zeros(1).int()])[request]
         assert grouped.order.sort().values.tolist() == list(range(rows))
         assert grouped.ends[0] == 0 and grouped.ends[-1] == rows
         lengths = grouped.ends.diff()
-        assert lengths.min() >= 0 and lengths.max() <= 16
+        assert lengths.min() >= 0 and lengths.max() <= grouped.longest
         by_segment = grouped.places.repeat_interleave(lengths)
         found = by_segment.masked_fill(grouped.ranks[by_segment] == 0, 0)
         assert torch.equal(found, place[grouped.order.long()])

@@ -19,7 +19,7 @@ from sglang_dflash.gpu.kernels.launch import device_of, starts_early
 
 _MOST_PARTS = 8  # that the second launch adds up for every tile of columns
 _WAVES = 2  # programs of a multiprocessor, so that one computes while another waits
-_STEP = 128  # columns that a program reads at once
+_STEP = 128  # columns that a program reads at once, and twice as many of a matrix that is thinner than the rows
 _TILE = 128  # columns that a program of the second launch writes
 
 
@@ -67,7 +67,7 @@ def _rows(order_ptr, first, end, LONGEST: tl.constexpr):
     return tl.load(order_ptr + at, mask=inside, other=0), inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _shrink(
     x_ptr,
     a_ptr,
@@ -142,7 +142,7 @@ def _added(
     return (tl.dot(x.to(b.dtype), b, input_precision="ieee") * scaling).to(b.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _expand(
     parts_ptr,
     b_ptr,
@@ -183,7 +183,7 @@ def _expand(
         tl.store(y_at, tl.load(y_at, mask=mask, other=0) + added, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _expand_swiglu(
     parts_ptr,
     b_ptr,
@@ -258,7 +258,7 @@ def shrink(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch.Tenso
         SHARE=share,
         LONGEST=segments.longest,
         TILE=tile,
-        STEP=_STEP,
+        STEP=2 * _STEP if tile == 16 and share % (2 * _STEP) == 0 else _STEP,
         EARLY=early,
         launch_pdl=early,
         num_warps=2 if tile < 64 else 4,
