@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.utils import next_power_of_2
+from torch.nn.functional import pad
 
-from sglang_dflash.gpu.kernels.adapter_products import Segments
-from sglang_dflash.gpu.kernels.adapter_rows import group_rows, group_rows_reference
+from sglang_dflash.gpu.kernels.adapter_rows import Segments, group_rows, group_rows_reference
 from sglang_dflash.round.adapted_head import AdaptedHead
 
 if TYPE_CHECKING:
@@ -47,34 +47,41 @@ class AdapterBuffers:
 
     Attributes:
         places: [requests] int32, of a request's adapter in the release's pool of them.
+        request_ranks, request_scalings: [requests] int32 and float32, of that adapter; a rank of 0 for none.
         ranks, scalings: [places + 1] int32 and float32, of the adapter at a place; a rank of 0 for none, as the last.
     """
 
     def __init__(self, manager: CheckingLoRAManager, requests: int, device: torch.device | str):
         self._manager, self._none = manager, manager.max_loras_per_batch
-        self.places = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.ranks = torch.zeros(self._none + 1, dtype=torch.int32, device=device)
-        self.scalings = torch.zeros(self._none + 1, dtype=torch.float32, device=device)
+        # One behind the other, so that two copies bring all; kernels want each to begin at a round address.
+        room, places = -(-requests // _TILE) * _TILE, self._none + 1
+        self._integers = torch.zeros(2 * room + places, dtype=torch.int32, device=device)
+        self._floats = torch.zeros(room + places, dtype=torch.float32, device=device)
+        self.places, self.request_ranks = self._integers[: 2 * room].view(2, room)[:, :requests]
+        self.ranks = self._integers[2 * room :]
+        self.request_scalings, self.scalings = self._floats[:requests], self._floats[room:]
         self._filled: tuple[list, ...] | None = None
 
     def fill(self, ids: Ids) -> None:
         """Before a graph is replayed over requests with these adapters, which are brought to the device.
 
-        What pads the batch has any adapter.
+        What pads the batch has none.
         """
         self._manager.fetch_new_loras(set(ids))
-        places = self._manager.places_of(ids)
+        places, room = self._manager.places_of(ids), len(self._floats) - self._none - 1
         ranks, scalings = [0] * len(self.ranks), [0.0] * len(self.scalings)
         for each, place in zip(ids, places, strict=True):
             if each is not None:
                 adapter = self._manager.loras[each]
                 ranks[place], scalings[place] = adapter.config.r, adapter.scaling
-        if (given := (places, ranks, scalings)) == self._filled:
+        places = places + [self._none] * (room - len(places))
+        integers = [*places, *(ranks[place] for place in places), *ranks]
+        floats = [*(scalings[place] for place in places), *scalings]
+        if (given := (integers, floats)) == self._filled:
             return
         self._filled = given
-        for buffer, values in zip((self.places, self.ranks, self.scalings), given, strict=True):
-            told = to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device)
-            buffer[: len(told)].copy_(told)
+        for buffer, values in ((self._integers, integers), (self._floats, floats)):
+            buffer.copy_(to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device))
 
     @contextmanager
     def random_adapters(self) -> Iterator[None]:
@@ -90,20 +97,26 @@ class AdapterBuffers:
             layer[:places].copy_(made * layer.shape[-1] ** -0.5)
         self.places.copy_(torch.arange(len(self.places)) % places)
         self.ranks[:places], self.scalings[:places] = pool.max_lora_rank, 1.0
+        self.request_ranks[:], self.request_scalings[:] = pool.max_lora_rank, 1.0
         try:
             yield
         finally:
             for layer, values in zip(layers, before, strict=True):
                 layer[:places].copy_(values)
-            for buffer in (self.places, self.ranks, self.scalings):
-                buffer.zero_()
+            self._integers.zero_()
+            self._floats.zero_()
             self._filled = None
 
     def blocks(self, requests: int, width: int) -> AdaptedRows:
         """To the release's LoRA layers: blocks of `width` rows, each a request's, one behind the other."""
         ends = torch.arange(0, requests * width + 1, width, device=self.places.device)
-        tile = next_power_of_2(max(width, _TILE))
-        return self._segments(ends, self.places[:requests], requests * width, width, tile)
+        most, places = next_power_of_2(max(width, _TILE)), self.places[:requests]
+        info = self._segments(ends, places, requests * width, width, most)
+        rows = torch.arange(requests * width, dtype=torch.int32, device=ends.device)
+        rows = pad(rows.view(requests, width), (0, most - width), value=-1)
+        its = self.request_ranks[:requests], self.request_scalings[:requests]
+        info.grouped = Segments(rows, places, *its)
+        return info
 
     def tiles(self, ends: torch.Tensor, rows: int, *, fused: bool = False) -> AdaptedRows:
         """Likewise: any numbers of rows of each request.
@@ -126,18 +139,10 @@ class AdapterBuffers:
         return info
 
     def _grouped(self, ends: torch.Tensor, rows: int) -> Segments:
-        tile = _TILE if rows < _MANY_ROWS else 2 * _TILE
+        most = _TILE if rows < _MANY_ROWS else 2 * _TILE
         group = group_rows if ends.is_cuda else group_rows_reference
-        grouped = group(ends, self.places[: len(ends) - 1], self.ranks, rows, tile)
-        return Segments(
-            grouped.ends, grouped.places, self.ranks, self.scalings, grouped.order, tile
-        )
-
-    def _own(
-        self, ends: torch.Tensor, places: torch.Tensor, order: torch.Tensor, longest: int
-    ) -> Segments:
-        ends, places, order = (each.to(torch.int32) for each in (ends, places, order))
-        return Segments(ends, places, self.ranks, self.scalings, order, longest)
+        places = self.places[: len(ends) - 1]
+        return group(ends, places, self.ranks, self.scalings, rows, most)
 
     def _segments(
         self, ends: torch.Tensor, places: torch.Tensor, rows: int, longest: int, tile: int
@@ -157,7 +162,6 @@ class AdapterBuffers:
             seg_lens=ends.diff().to(torch.int32),
             permutation=order if chunked else None,
             has_active_lora=True,
-            grouped=self._own(ends, places, order, tile),
         )
 
     @contextmanager

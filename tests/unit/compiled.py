@@ -127,11 +127,12 @@ def adapters(capability: int, dtype: str) -> int:
     types = dict.fromkeys(names, f"*{dtype}") | {"rows": "i32"}
     types |= dict.fromkeys(("parts_ptr", "scalings_ptr"), "*fp32")
     types |= dict.fromkeys(
-        ("ends_ptr", "places_ptr", "ranks_ptr", "bounds_ptr", "order_ptr"), "*i32"
+        ("ends_ptr", "places_ptr", "ranks_ptr", "bounds_ptr", "segment_rows_ptr"), "*i32"
     )
-    types |= dict.fromkeys(("begins_ptr", "segment_places_ptr"), "*i32")
+    types |= dict.fromkeys(("segment_places_ptr", "segment_ranks_ptr"), "*i32")
+    types |= {"segment_scalings_ptr": "*fp32"}
     types |= dict.fromkeys(("requests", "segments"), "i32")
-    sizes = dict(ROWS_POW2=4096, STEPS=8, NONE=9, TILE=32, SEGMENTS_POW2=256)
+    sizes = dict(ROWS_POW2=4096, STEPS=8, NONE=9, MOST=32, SEGMENTS_POW2=256)
     made = [compiled(adapter_rows._group, capability, sizes, types, 8)]
     for most, tile, share in ((16, 64, 512), (16, 16, 1024), (256, 64, 4096)):
         rest = dict(COLUMNS=3 * most, LONGEST=32, EARLY=capability >= 90)

@@ -12,13 +12,13 @@ import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
 from sglang.srt.lora.layers import BaseLayerWithLoRA, get_lora_layer
-from sglang.srt.utils import next_power_of_2, replace_submodule
+from sglang.srt.utils import replace_submodule
 from torch import nn
 
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
 from sglang_dflash.gpu import adapted_layers
 from sglang_dflash.gpu.fused_layers import FusedLayers
-from sglang_dflash.gpu.kernels.adapter_products import Segments
+from sglang_dflash.gpu.kernels.adapter_rows import group_rows_reference
 from sglang_dflash.gpu.targets import Body, fused_body
 from sglang_dflash.gpu.tilings import Kind
 from sglang_dflash.round import fused
@@ -77,10 +77,8 @@ def info_of(
 ) -> TorchNativeLoRABatchInfo:
     """What the release's products on a CPU read, and ours."""
     info = batch_info(counts, places, ranks, scalings)
-    rows = torch.arange(sum(counts), dtype=torch.int32)
-    ends = torch.tensor([0, *counts]).cumsum(0).int()
-    longest = max(16, next_power_of_2(max(counts)))
-    info.grouped = Segments(ends, torch.tensor(places).int(), ranks, scalings, rows, longest)
+    ends, of = torch.tensor([0, *counts]).cumsum(0), torch.tensor(places, dtype=torch.int32)
+    info.grouped = group_rows_reference(ends, of, ranks, scalings, sum(counts), 16)
     return info
 
 

@@ -64,7 +64,7 @@ def test_what_captured_passes_read(name: str, rows: int, tile: int) -> None:
         info = buffers.tiles(ends, rows)
         assert len(info.weight_indices) == rows // 16 + requests  # whatever the requests have
         assert len(info.grouped.places) == rows // tile + 4
-        assert info.grouped.longest == tile
+        assert info.grouped.most == tile
         check_products(buffers, info, rows, list(zip(ids, counts, strict=True)))
 
 
@@ -111,11 +111,12 @@ def test_rows_by_adapters(requests: int) -> None:
         grouped = info.grouped
         request = torch.searchsorted(ends[1:].long(), torch.arange(rows), right=True)
         place = torch.cat([buffers.places, torch.zeros(1).int()])[request]
-        assert grouped.order.sort().values.tolist() == list(range(rows))
-        assert grouped.ends[0] == 0 and grouped.ends[-1] == rows
-        lengths = grouped.ends.diff()
-        assert lengths.min() >= 0 and lengths.max() <= grouped.longest
-        by_segment = grouped.places.repeat_interleave(lengths)
-        found = by_segment.masked_fill(grouped.ranks[by_segment] == 0, 0)
-        assert torch.equal(found, place[grouped.order.long()])
+        there = grouped.rows >= 0
+        assert grouped.rows[there].sort().values.tolist() == list(range(rows))
+        owner = grouped.places[:, None].expand_as(there)[there]
+        rank = grouped.ranks[:, None].expand_as(there)[there]
+        found = owner.masked_fill(rank == 0, 0)
+        assert torch.equal(found, place[grouped.rows[there].long()])
         assert (found == 0).int().diff().ge(0).all()
+        of_rank = buffers.ranks[grouped.places], buffers.scalings[grouped.places]
+        assert torch.equal(grouped.ranks, of_rank[0]) and torch.equal(grouped.scalings, of_rank[1])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sglang_dflash.gpu.kernels import adapter_products as kernels
-from sglang_dflash.gpu.kernels.adapter_products import Adapted, Segments
+from sglang_dflash.gpu.kernels.adapter_products import Adapted
+from sglang_dflash.gpu.kernels.adapter_rows import Segments
 from sglang_dflash.gpu.kernels.swiglu import swiglu_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,12 +18,15 @@ COUNTS = {"blocks": [5, 5, 5], "pass": [16, 2, 0, 9, 1], "wide": [20, 20]}
 
 
 def segments_of(counts: list[int]) -> Segments:
-    ends = torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32)
-    places = torch.tensor([(1, 0, 2, 3, 1)[n] for n in range(len(counts))]).to(DEVICE, torch.int32)
-    ranks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE)
-    scalings = torch.tensor(SCALINGS, device=DEVICE)
-    order = torch.randperm(sum(counts)).to(DEVICE, torch.int32)
-    return Segments(ends, places, ranks, scalings, order, 32 if max(counts) > 16 else 16)
+    """Rows in any order; segments of the adapters at these places, one after the other."""
+    most = 32 if max(counts) > 16 else 16
+    rows = torch.full((len(counts), most), -1)
+    for own, its in zip(rows, torch.randperm(sum(counts)).split(counts), strict=True):
+        own[: len(its)] = its
+    places = torch.tensor([(1, 0, 2, 3, 1)[n] for n in range(len(counts))])
+    ranks, scalings = torch.tensor(RANKS)[places], torch.tensor(SCALINGS)[places]
+    integers = (each.to(DEVICE, torch.int32) for each in (rows, places, ranks))
+    return Segments(*integers, scalings.to(DEVICE))
 
 
 def adapted_of(depth: int, sizes: list[int], dtype: torch.dtype) -> Adapted:
@@ -41,7 +45,7 @@ def test_as_pytorch(counts: str, depth: int, sizes: list[int]) -> None:
     """One slice and several, of one step and many, whatever rows requests have; the rest of the rows stay."""
     torch.manual_seed(0)
     segments, adapted = segments_of(COUNTS[counts]), adapted_of(depth, sizes, torch.float32)
-    rows = int(segments.ends[-1]) + 3
+    rows = sum(COUNTS[counts]) + 3
     x, y = torch.randn(rows, depth, device=DEVICE), torch.randn(rows, sum(sizes), device=DEVICE)
     expected, before = y.clone(), y.clone()
     kernels.add_adapted_reference(expected, x, adapted, segments)
@@ -50,9 +54,8 @@ def test_as_pytorch(counts: str, depth: int, sizes: list[int]) -> None:
     assert torch.equal(y[-3:], before[-3:])
     changed = (y != before).any(1)
     has_adapter = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
-    for n, place in enumerate(segments.places.tolist()):
-        begin, end = segments.ends[n : n + 2].tolist()
-        has_adapter[segments.order[begin:end].long()] = RANKS[place] > 0
+    for own, rank in zip(segments.rows, segments.ranks, strict=True):
+        has_adapter[own[own >= 0].long()] = rank > 0
     assert torch.equal(changed, has_adapter)
 
 
@@ -62,7 +65,7 @@ def test_swiglu(counts: str, depth: int, size: int) -> None:
     """Of all rows, whether they have an adapter or none."""
     torch.manual_seed(0)
     segments, adapted = segments_of(COUNTS[counts]), adapted_of(depth, 2 * [size], torch.float32)
-    rows = int(segments.ends[-1])
+    rows = sum(COUNTS[counts])
     x, y = torch.randn(rows, depth, device=DEVICE), torch.randn(rows, 2 * size, device=DEVICE)
     before = y.clone()
     found = kernels.expanded_swiglu(y, kernels.shrink(x, adapted, segments), adapted, segments)

@@ -15,31 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.gpu.kernels.adapter_rows import Segments
 from sglang_dflash.gpu.kernels.launch import device_of, starts_early
 
 _MOST_PARTS = 8  # that the second launch adds up for every tile of columns
 _WAVES = 2  # programs of a multiprocessor, so that one computes while another waits
 _STEP = 128  # columns that a program reads at once, and twice as many of a matrix that is thinner than the rows
+_MOST_STAGES = 5  # steps whose columns are on their way at once, and one that is computed
 _TILE = 128  # columns that a program of the second launch writes
-
-
-class Segments(NamedTuple):
-    """Rows in an order in which those of one adapter are side by side, and runs of them that have one adapter.
-
-    Attributes:
-        ends: [segments + 1] int32, where in that order each begins, and where the last one ends.
-        places: [segments] int32, of its adapter among `Adapted.a` and `b`.
-        ranks, scalings: [places] int32 and float32, of the adapter at a place; a rank of 0 for none.
-        order: [rows] int32, the rows in that order.
-        longest: rows that a segment may have, a power of two of at least 16.
-    """
-
-    ends: torch.Tensor
-    places: torch.Tensor
-    ranks: torch.Tensor
-    scalings: torch.Tensor
-    order: torch.Tensor
-    longest: int
 
 
 class Adapted(NamedTuple):
@@ -59,23 +42,14 @@ class Adapted(NamedTuple):
     widest: int
 
 
-@triton.jit
-def _rows(order_ptr, first, end, LONGEST: tl.constexpr):
-    """Those of a segment, and which of them there are."""
-    at = first + tl.arange(0, LONGEST)
-    inside = at < end
-    return tl.load(order_ptr + at, mask=inside, other=0), inside
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _shrink(
     x_ptr,
     a_ptr,
     parts_ptr,
-    ends_ptr,
+    segment_rows_ptr,
     places_ptr,
     ranks_ptr,
-    order_ptr,
     rows,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -90,12 +64,11 @@ def _shrink(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     segment, part = tl.program_id(0), tl.program_id(1)
-    place = tl.load(places_ptr + segment)
-    columns = tl.load(ranks_ptr + place) * SLICES
-    first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
+    row = tl.load(segment_rows_ptr + segment * LONGEST + tl.arange(0, LONGEST))
+    place, columns = tl.load(places_ptr + segment), tl.load(ranks_ptr + segment) * SLICES
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    if (columns > tl.program_id(2) * TILE) & (end > first):
-        row, inside = _rows(order_ptr, first, end, LONGEST)
+    if columns > tl.program_id(2) * TILE:
+        inside = row >= 0
         taken = column < columns
         x_at = x_ptr + row[:, None].to(tl.int64) * DEPTH
         a_at = a_ptr + (place.to(tl.int64) * COLUMNS + column[None, :]) * DEPTH
@@ -148,11 +121,10 @@ def _expand(
     b_ptr,
     y_ptr,
     bounds_ptr,
-    ends_ptr,
+    segment_rows_ptr,
     places_ptr,
     ranks_ptr,
     scalings_ptr,
-    order_ptr,
     rows,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
@@ -167,13 +139,13 @@ def _expand(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     piece, segment = tl.program_id(1), tl.program_id(2)
-    place = tl.load(places_ptr + segment)
-    rank, scaling = tl.load(ranks_ptr + place), tl.load(scalings_ptr + place)
-    first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
+    row = tl.load(segment_rows_ptr + segment * LONGEST + tl.arange(0, LONGEST))
+    place, rank = tl.load(places_ptr + segment), tl.load(ranks_ptr + segment)
+    scaling = tl.load(scalings_ptr + segment)
     begin, bound = tl.load(bounds_ptr + piece), tl.load(bounds_ptr + piece + 1)
     begin += tl.program_id(0) * TILE
-    if (rank > 0) & (end > first) & (begin < bound):
-        row, inside = _rows(order_ptr, first, end, LONGEST)
+    if (rank > 0) & (begin < bound):
+        inside = row >= 0
         column = begin + tl.arange(0, TILE)
         taken = column < bound
         own = (row, column, inside, taken, piece, place, rank, scaling, rows)
@@ -189,11 +161,10 @@ def _expand_swiglu(
     b_ptr,
     y_ptr,
     out_ptr,
-    ends_ptr,
+    segment_rows_ptr,
     places_ptr,
     ranks_ptr,
     scalings_ptr,
-    order_ptr,
     rows,
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
@@ -208,12 +179,13 @@ def _expand_swiglu(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     segment, half = tl.program_id(1), SIZE // 2
-    place = tl.load(places_ptr + segment)
-    rank, scaling = tl.load(ranks_ptr + place), tl.load(scalings_ptr + place)
-    first, end = tl.load(ends_ptr + segment), tl.load(ends_ptr + segment + 1)
-    if end <= first:
+    first = tl.load(segment_rows_ptr + segment * LONGEST)
+    row = tl.load(segment_rows_ptr + segment * LONGEST + tl.arange(0, LONGEST))
+    place, rank = tl.load(places_ptr + segment), tl.load(ranks_ptr + segment)
+    scaling = tl.load(scalings_ptr + segment)
+    if first < 0:
         return
-    row, inside = _rows(order_ptr, first, end, LONGEST)
+    inside = row >= 0
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     taken = column < half
     mask = inside[:, None] & taken[None, :]
@@ -243,6 +215,7 @@ def shrink(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch.Tenso
     tile = min(64, max(16, triton.next_power_of_2(columns)))
     tiles = triton.cdiv(columns, tile)
     parts, share = split(depth, count * tiles, device_of(x.device).multiprocessors)
+    step = 2 * _STEP if tile == 16 and share % (2 * _STEP) == 0 else _STEP
     shrunk = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     early = starts_early(rows)
     _shrink[count, parts, tiles](
@@ -250,21 +223,25 @@ def shrink(x: torch.Tensor, adapted: Adapted, segments: Segments) -> torch.Tenso
         adapted.a,
         shrunk,
         *segments[:3],
-        segments.order,
         rows,
         DEPTH=depth,
         COLUMNS=columns,
         SLICES=len(adapted.bounds) - 1,
         SHARE=share,
-        LONGEST=segments.longest,
+        LONGEST=segments.most,
         TILE=tile,
-        STEP=2 * _STEP if tile == 16 and share % (2 * _STEP) == 0 else _STEP,
+        STEP=step,
         EARLY=early,
         launch_pdl=early,
         num_warps=2 if tile < 64 else 4,
-        num_stages=3,
+        num_stages=_stages(share // step, (segments.most + tile) * step * x.itemsize, x.device),
     )
     return shrunk
+
+
+def _stages(steps: int, size: int, device: torch.device) -> int:
+    """Of a loop over columns, each of whose steps reads so many bytes."""
+    return max(2, min(_MOST_STAGES, steps + 1, device_of(device).shared_memory // size - 1))
 
 
 def add_expanded(
@@ -279,7 +256,7 @@ def add_expanded(
         shrunk: what `shrink` gave of the rows that were multiplied.
     """
     grid = (triton.cdiv(adapted.widest, _TILE), len(adapted.bounds) - 1, len(segments.places))
-    where = (adapted.bounds, *segments[:5], len(y))
+    where = (adapted.bounds, *segments, len(y))
     _expand[grid](shrunk, adapted.b, y, *where, **_constants(shrunk, adapted, segments))
 
 
@@ -297,7 +274,7 @@ def expanded_swiglu(
     """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
-    grid, where = (triton.cdiv(size, _TILE), len(segments.places)), (*segments[:5], rows)
+    grid, where = (triton.cdiv(size, _TILE), len(segments.places)), (*segments, rows)
     rest = _constants(shrunk, adapted, segments)
     _expand_swiglu[grid](shrunk, adapted.b, gate_up, out, *where, **rest)
     return out
@@ -313,7 +290,7 @@ def _constants(shrunk: torch.Tensor, adapted: Adapted, segments: Segments) -> di
         MOST_POW2=max(16, triton.next_power_of_2(most)),
         COLUMNS=columns,
         PARTS=parts,
-        LONGEST=segments.longest,
+        LONGEST=segments.most,
         TILE=_TILE,
         EARLY=early,
         launch_pdl=early,
@@ -338,14 +315,13 @@ def add_adapted_reference(
     Args:
         x: the rows that were multiplied.
     """
-    ends, bounds, order = segments.ends.tolist(), adapted.bounds.tolist(), segments.order.long()
-    for (begin, end), place in zip(
-        zip(ends, ends[1:], strict=False), segments.places.tolist(), strict=True
-    ):
-        rank, scaling = int(segments.ranks[place]), float(segments.scalings[place])
+    bounds = adapted.bounds.tolist()
+    for segment, place in enumerate(segments.places.tolist()):
+        rank, scaling = int(segments.ranks[segment]), float(segments.scalings[segment])
         if rank == 0:
             continue
-        rows = order[begin:end]
+        rows = segments.rows[segment].long()
+        rows = rows[rows >= 0]
         for piece, (left, right) in enumerate(zip(bounds, bounds[1:], strict=False)):
             a = adapted.a[place, piece * rank : (piece + 1) * rank].float()
             b = adapted.b[place, left:right, :rank].float()

@@ -15,30 +15,36 @@ import triton.language as tl
 _WARPS = 8
 
 
-class GroupedRows(NamedTuple):
-    """Rows in an order in which those of one adapter are side by side, in segments that have one adapter each.
+class Segments(NamedTuple):
+    """Rows of a pass in segments that have one LoRA adapter each, or none.
+
+    What a program needs of its segment lies under the segment's number, so it waits once for all of it.
 
     Attributes:
-        ends: [segments + 1] int32, where in that order each begins, and where the last one ends.
-        places: [segments] int32, of its adapter; of segments without rows any.
-        order: [rows] int32, the rows in that order.
+        rows: [segments, most] int32, which each has, the first ones; behind them -1. `most` is a power of two of at
+            least 16.
+        places: [segments] int32, of its adapter in the pool of them; any without an adapter.
+        ranks: [segments] int32, of its adapter; 0 without one.
+        scalings: [segments] float32, likewise.
     """
 
-    ends: torch.Tensor
+    rows: torch.Tensor
     places: torch.Tensor
-    order: torch.Tensor
+    ranks: torch.Tensor
+    scalings: torch.Tensor
+
+    @property
+    def most(self) -> int:
+        """Rows that a segment may have."""
+        return self.rows.shape[1]
 
     @classmethod
-    def empty(cls, rows: int, adapters: int, tile: int, device: torch.device) -> GroupedRows:
-        """For rows of so many adapters and of none, in segments of a tile's rows at most."""
-        segments = segments_of(rows, adapters, tile)
-        sizes = (segments + 1, segments, rows)
-        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
-
-
-def segments_of(rows: int, adapters: int, tile: int) -> int:
-    """How many segments there may be: of each adapter, and of rows without one, the last may be short."""
-    return rows // tile + adapters + 1
+    def empty(cls, rows: int, adapters: int, most: int, device: torch.device) -> Segments:
+        """As many as rows of so many adapters, and of none, may need: the last one of each may be short."""
+        segments = rows // most + adapters + 1
+        sizes = ((segments, most), segments, segments)
+        numbers = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+        return cls(*numbers, torch.empty(segments, device=device))
 
 
 @triton.jit(do_not_specialize=["rows", "requests", "segments"])
@@ -46,89 +52,100 @@ def _group(
     ends_ptr,
     places_ptr,
     ranks_ptr,
-    begins_ptr,
+    scalings_ptr,
+    segment_rows_ptr,
     segment_places_ptr,
-    order_ptr,
+    segment_ranks_ptr,
+    segment_scalings_ptr,
     rows,
     requests,
     segments,
     ROWS_POW2: tl.constexpr,
     STEPS: tl.constexpr,
     NONE: tl.constexpr,
-    TILE: tl.constexpr,
+    MOST: tl.constexpr,
     SEGMENTS_POW2: tl.constexpr,
 ):
+    segment = tl.arange(0, SEGMENTS_POW2)
+    there = segment < segments
+    cells = segment[:, None] * MOST + tl.arange(0, MOST)[None, :]
+    tl.store(segment_rows_ptr + cells, tl.zeros_like(cells) - 1, mask=there[:, None])
     row = tl.arange(0, ROWS_POW2)
     known = row < rows
     # The request of a row: how many end at it or before, by halves.
     low, high = tl.zeros([ROWS_POW2], tl.int32), tl.zeros([ROWS_POW2], tl.int32) + requests
     for _ in tl.static_range(STEPS):
-        open_ = low < high
+        between = low < high
         middle = (low + high) // 2
-        end = tl.load(ends_ptr + 1 + middle, mask=known & open_, other=0)
-        behind = open_ & (end <= row)
-        high = tl.where(open_ & (end > row), middle, high)
-        low = tl.where(behind, middle + 1, low)
+        end = tl.load(ends_ptr + 1 + middle, mask=known & between, other=0)
+        high = tl.where(between & (end > row), middle, high)
+        low = tl.where(between & (end <= row), middle + 1, low)
     somebody = known & (low < requests)
     place = tl.load(places_ptr + low, mask=somebody, other=NONE)
     rank = tl.load(ranks_ptr + place, mask=somebody, other=0)
     place = tl.where(rank > 0, place, NONE)
-    segment = tl.arange(0, SEGMENTS_POW2)
     at = tl.zeros([ROWS_POW2], tl.int32)
-    begins = tl.zeros([SEGMENTS_POW2], tl.int32) + rows
-    owners = tl.zeros([SEGMENTS_POW2], tl.int32) + NONE
-    before, made = 0, 0
+    owner = tl.zeros([SEGMENTS_POW2], tl.int32) + NONE
+    made = 0
     for adapter in range(0, NONE + 1):
         its = known & (place == adapter)
         count = tl.sum(its.to(tl.int32), axis=0)
-        at = tl.where(its, before + tl.cumsum(its.to(tl.int32), axis=0) - 1, at)
-        tiles = (count + TILE - 1) // TILE
-        here = (segment >= made) & (segment < made + tiles)
-        begins = tl.where(here, before + TILE * (segment - made), begins)
-        owners = tl.where(here, adapter, owners)
-        before += count
-        made += tiles
-    tl.store(order_ptr + at, row, mask=known)
-    tl.store(begins_ptr + segment, begins, mask=segment <= segments)
-    tl.store(segment_places_ptr + segment, owners, mask=segment < segments)
+        at = tl.where(its, made * MOST + tl.cumsum(its.to(tl.int32), axis=0) - 1, at)
+        last = made + (count + MOST - 1) // MOST
+        owner = tl.where((segment >= made) & (segment < last), adapter, owner)
+        made = last
+    tl.store(segment_places_ptr + segment, owner, mask=there)
+    ranks = tl.load(ranks_ptr + owner, mask=owner < NONE, other=0)
+    tl.store(segment_ranks_ptr + segment, ranks, mask=there)
+    scalings = tl.load(scalings_ptr + owner, mask=owner < NONE, other=0.0)
+    tl.store(segment_scalings_ptr + segment, scalings, mask=there)
+    tl.debug_barrier()  # rows are written over what stands for none
+    tl.store(segment_rows_ptr + at, row, mask=known)
 
 
 def group_rows(
-    ends: torch.Tensor, places: torch.Tensor, ranks: torch.Tensor, rows: int, tile: int
-) -> GroupedRows:
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    rows: int,
+    most: int,
+) -> Segments:
     """Rows of requests by their adapters; those without one, and those of nobody, are the last.
 
     Args:
         ends: [requests + 1] int32 or int64, where each request's rows begin, and where the last one's end.
         places: [requests] int32, of a request's adapter.
-        ranks: [adapters + 1] int32, of the adapter at a place; 0 for none, as of the last.
+        ranks, scalings: [adapters + 1] int32 and float32, of the adapter at a place; a rank of 0 for none, as of the
+            last.
         rows: of all requests, and of what fills the pass up.
-        tile: rows of a segment, at most.
+        most: rows of a segment.
     """
     requests, adapters = len(ends) - 1, len(ranks) - 1
-    grouped = GroupedRows.empty(rows, adapters, tile, ends.device)
-    segments = len(grouped.places)
+    made = Segments.empty(rows, adapters, most, ends.device)
+    segments = len(made.places)
     _group[(1,)](
-        ends,
-        places,
-        ranks,
-        *grouped,
-        rows,
-        requests,
-        segments,
+        *(ends, places, ranks, scalings),
+        *made,
+        *(rows, requests, segments),
         ROWS_POW2=max(128, triton.next_power_of_2(rows)),
         STEPS=requests.bit_length(),
         NONE=adapters,
-        TILE=tile,
-        SEGMENTS_POW2=triton.next_power_of_2(segments + 1),
+        MOST=most,
+        SEGMENTS_POW2=triton.next_power_of_2(segments),
         num_warps=_WARPS,
     )
-    return grouped
+    return made
 
 
 def group_rows_reference(
-    ends: torch.Tensor, places: torch.Tensor, ranks: torch.Tensor, rows: int, tile: int
-) -> GroupedRows:
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    ranks: torch.Tensor,
+    scalings: torch.Tensor,
+    rows: int,
+    most: int,
+) -> Segments:
     """What `group_rows` does; on a CPU it is faster."""
     none = len(ranks) - 1
     row = torch.arange(rows, device=ends.device)
@@ -136,15 +153,16 @@ def group_rows_reference(
     somebody = request < len(places)
     place = places[request.clamp(max=len(places) - 1)].masked_fill(~somebody, none)
     place = place.masked_fill(ranks[place] == 0, none)
-    counts = torch.bincount(place, minlength=none + 1).tolist()
-    grouped = GroupedRows.empty(rows, none, tile, ends.device)
-    grouped.ends.fill_(rows)
-    grouped.places.fill_(none)
-    grouped.order.copy_(place.argsort(stable=True))
-    segment, begin = 0, 0
-    for adapter, count in enumerate(counts):
-        for first in range(0, count, tile):
-            grouped.ends[segment], grouped.places[segment] = begin + first, adapter
-            segment += 1
-        begin += count
-    return grouped
+    made = Segments.empty(rows, none, most, ends.device)
+    for part, value in zip(made, (-1, none, 0, 0), strict=True):
+        part.fill_(value)
+    segment = 0
+    for adapter in range(none + 1):
+        for piece in (place == adapter).nonzero().flatten().split(most):
+            if len(piece):
+                made.rows[segment, : len(piece)] = piece.to(torch.int32)
+                made.places[segment] = adapter
+                if adapter < none:
+                    made.ranks[segment], made.scalings[segment] = ranks[adapter], scalings[adapter]
+                segment += 1
+    return made
