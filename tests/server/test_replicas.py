@@ -198,6 +198,31 @@ def test_a_replica_is_killed(logs: Path, prompts: list[str], by_itself: bool) ->
         assert f"Rank 0 of replica 1 (process {victim.pid}) ended with exit code -9" in log
 
 
+@pytest.mark.long
+def test_with_processes_of_http(logs: Path, plain: Server, prompts: list[str]) -> None:
+    """Each of two processes gives requests to both replicas, aborts what either has, and ends with the others."""
+    log, workers = logs / "replicas-http.log", ("--tokenizer-worker-num", "2")
+    with running(log, *ARGUMENTS, *workers, worker=SECOND, by_itself=True) as server:
+        asked = prompts[: prompts_of(16)]
+        answers = server.generate_all(asked, concurrency=8)
+        for prompt, answer in zip(asked, answers, strict=True):
+            assert_same(answer, plain.reference(prompt), plain, prompt)
+            assert_speculated(answer, 3)
+        assert {str(answer["meta_info"]["dp_rank"]) for answer in answers} == set(BOTH)
+        for replica in BOTH:
+            with ThreadPoolExecutor(1) as pool:
+                body = on(replica, prompts[0], **LONG) | {"rid": f"of {replica}"}
+                answer = pool.submit(server.post, "/generate", body)
+                deadline = time.monotonic() + 20
+                while not sum(load["num_reqs"] for load in server.get("/get_load").json()):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+                assert server.post("/abort_request", {"rid": f"of {replica}"}).status_code == 200
+                assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server) == 0
+
+
 def test_more_than_there_are_gpus(tmp_path: Path) -> None:
     arguments = (*DFLASH, "--device", "cuda", "--dp-size", "64")
     status, output = fails_to_start(tmp_path / "log", *arguments)
