@@ -182,18 +182,22 @@ class PromptGraphs:
         logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
         return quiet
 
-    def prompt_rows(self, block_rows: int, slowdown: float, backlog: int) -> int:
+    def prompt_rows(
+        self, block_rows: int, slowdown: float, backlog: int, besides: float = 0.0
+    ) -> int:
         """Rows of prompts that a round over so many rows takes along.
 
         Args:
-            slowdown: how much longer the target's pass may take, as a part of what it takes without.
+            slowdown: how much longer the round may take, as a part of what it takes without.
             backlog: rows of all prompts that wait; if there are many, they are through after `PATIENCE` rounds
                 all the same.
+            besides: milliseconds of the round that the target's pass does not take.
         """
         if block_rows >= self.sizes[-1]:
             return 0
         alone = self.passes.at(block_rows)
-        within = bisect.bisect_right(self.passes.times, alone * (1 + slowdown))
+        longest = alone * (1 + slowdown) + besides * slowdown
+        within = bisect.bisect_right(self.passes.times, longest)
         rows = max(self.sizes[within - 1] - block_rows, backlog // PATIENCE)
         return min(rows, self.sizes[-1] - block_rows)
 

@@ -89,6 +89,10 @@ class WholeBlocks:
         """What the next round is; see `plan`."""
         return self.plan(requests, keys, prompt_rows)
 
+    def besides(self, plan: Plan, requests: int) -> float:
+        """Milliseconds of a round that the target's pass does not take, as far as that is known."""
+        return 0.0
+
     def take(self, costs: Costs) -> None:
         """What rounds take, from now on."""
 
@@ -308,12 +312,19 @@ class BestRows(WholeBlocks):
         costs, rows = self._costs, plan.rows(requests)
         if plan.total is None and plan.width in costs.uniform:
             return costs.uniform[plan.width].at(requests)
-        draft = 0.0
-        if plan.width > 1:
-            draft = costs.narrow.get(plan.width, costs.draft).at(requests)
         if plan.total is None and not prompt_rows:
-            return draft + (costs.whole if plan.width > 1 else costs.plain).at(requests)
-        return draft + costs.ragged.at(rows + prompt_rows) + costs.head.at(rows)
+            whole = costs.whole if plan.width > 1 else costs.plain
+            return self._draft_time(plan, requests) + whole.at(requests)
+        return costs.ragged.at(rows + prompt_rows) + self.besides(plan, requests)
+
+    def besides(self, plan: Plan, requests: int) -> float:
+        """Of one that is a pass over rows."""
+        return self._draft_time(plan, requests) + self._costs.head.at(plan.rows(requests))
+
+    def _draft_time(self, plan: Plan, requests: int) -> float:
+        if plan.width == 1:
+            return 0.0
+        return self._costs.narrow.get(plan.width, self._costs.draft).at(requests)
 
 
 class _Choices(NamedTuple):

@@ -69,13 +69,16 @@ class Riding:
         whole = size is None or scheduler.truncation_align_size is not None
         if not self.slowdown or not living or whole:
             return size
-        blocks, graphs = self._planner.plan(living).rows(living), self._rounds.prompt_graphs
+        plan, graphs = self._planner.plan(living), self._rounds.prompt_graphs
+        blocks = plan.rows(living)
         least = max(_LEAST_ROWS, scheduler.page_size)
         if graphs is None:
             return min(size, max(least, int(blocks * self.slowdown)))
         if not graphs.holds(blocks + least, living + 1):
             return size
-        return min(size, max(least, graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler))))
+        besides = self._planner.besides(plan, living)
+        rows = graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler), besides)
+        return min(size, max(least, rows))
 
     def run(
         self, scheduler: Scheduler, riders: ScheduleBatch, prompts: ScheduleBatch

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from sglang_dflash.round.costs import Costs, Staircase
-from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE, BestRows, Plan
+from sglang_dflash.scheduler.plan import (
+    NARROW,
+    PLAIN,
+    PROBE,
+    RAGGED,
+    WHOLE,
+    BestRows,
+    Plan,
+    WholeBlocks,
+)
 
 WIDTH, SIZES = 16, [64, 128, 256, 512, 1024, 2048]
 
@@ -36,6 +45,17 @@ def chances(rate: float, requests: int = 64) -> np.ndarray:
 
 def test_whole_until_anything_is_known() -> None:
     assert BestRows(WIDTH, costs(1.0)).next(64).reason == WHOLE
+
+
+def test_what_the_pass_of_the_target_does_not_take() -> None:
+    """The drafter's time, that of narrower blocks where they are, and the head's."""
+    heads = Staircase(SIZES, [0.1 * n for n in range(len(SIZES))])
+    narrow = {8: Staircase([32, 128], [0.2, 0.3])}
+    plans = BestRows(WIDTH, replace(costs(0.02, draft=0.5), head=heads, narrow=narrow))
+    assert plans.besides(Plan(WIDTH), 8) == pytest.approx(0.5 + 0.1)
+    assert plans.besides(Plan(8, 250, NARROW), 40) == pytest.approx(0.3 + 0.2)
+    assert plans.besides(Plan(1, reason=PLAIN), 40) == 0.0
+    assert WholeBlocks(WIDTH).besides(Plan(WIDTH), 8) == 0.0  # is not known
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.9, 0.97])

@@ -218,6 +218,12 @@ def test_prompt_rows(block_rows: int, slowdown: float, rows: int) -> None:
     assert GRAPHS.prompt_rows(block_rows, slowdown, backlog=0) == rows
 
 
+@pytest.mark.parametrize(("besides", "rows"), [(0.0, 56), (0.9, 56), (1.1, 120), (100.0, 248)])
+def test_prompts_make_all_of_a_round_longer(besides: float, rows: int) -> None:
+    """What it takes besides the target's pass, as the drafter's, takes as long with prompts as without."""
+    assert GRAPHS.prompt_rows(8, 0.05, 0, besides) == rows
+
+
 @pytest.mark.parametrize(("backlog", "rows"), [(0, 56), (56 * 8, 56), (100 * 8, 100), (1e6, 248)])
 def test_prompts_that_wait_in_numbers(backlog: int, rows: int) -> None:
     assert GRAPHS.prompt_rows(8, 0.05, int(backlog)) == rows
@@ -286,6 +292,14 @@ def test_chunk_size(graphs: PromptGraphs | None, slowdown: float, rows: int) -> 
         assert riding(slowdown, graphs).chunk_size(scheduler, 4096) == 240  # all that there is
         scheduler.waiting_queue = []
     assert riding(slowdown, graphs).chunk_size(scheduler, 40) == 40
+
+
+def test_chunks_beside_a_drafter_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, requests: 1e-3 * requests)
+    scheduler = world(request(), request())
+    assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 64
+    monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, requests: 10.0 * requests)
+    assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 128 - 2 * WIDTH
 
 
 def test_chunks_as_the_release_takes_them() -> None:
