@@ -33,11 +33,13 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# What capturing takes of the device beside the rounds' own tensors: kernels, and for each graph its nodes. On an
-# H200, with the shapes of Qwen3-8B, 27 buckets of rounds took 0.83 GiB, 0.37 of it tensors, and 48 passes over
-# prompts 0.54. Most buckets have two sets of graphs. Drafts have about a sixth of a round's nodes.
-_GRAPHS, _BUCKET, _PASS = 96 << 20, 14 << 20, 11 << 20
-_DRAFTS = _BUCKET // 6
+# What capturing takes of the device beside tensors, as found on an H200 with the shape of Qwen3-8B: kernels, and for
+# each graph its nodes. Most buckets have two sets of graphs, of which one is counted. Drafts have a third of a
+# round's nodes, and LoRA layers as many as a round has without them.
+_GRAPHS, _BUCKET, _PASS = 96 << 20, 7 << 20, 5 << 20
+_DRAFTS = _BUCKET // 3
+# Of what layers keep of a row for each other, in hidden sizes: on every rank, and of what ranks have their parts of.
+_WHOLE, _PARTS = 4, 9
 
 # Of which each rank holds its part; the rest, norms and products of features, is on every rank.
 _SPLIT = ("q_proj", "gate_proj", "up_proj", "o_proj.weight", "down_proj.weight")
@@ -99,8 +101,9 @@ def round_buffers(
 ) -> int:
     """About how many bytes captured rounds, and passes over prompts, keep on one rank; 0 without graphs.
 
-    Graphs share one pool, so the largest decides: logits of all its rows, and the hidden states that
-    the draft model taps, once from each layer and once side by side. The graphs themselves and the
+    Graphs of rounds share one pool, so the largest decides: logits of all its rows, the hidden states that
+    the draft model taps, once from each layer and once side by side, and what is between layers. What the largest
+    pass keeps is not there yet, nor are logits of narrower drafts. The graphs themselves and the
     kernels that are loaded for them come on top.
 
     Args:
@@ -111,21 +114,27 @@ def round_buffers(
     buckets = args.cuda_graph_bs or [1]
     block, auto = args.speculative_num_draft_tokens, args.speculative_dflash_verify != "all"
     rows, narrow = max(buckets) * block, narrower(block) if auto else []
+    size, lora = config.target_hidden_size, bool(args.enable_lora)
     logits = -(-vocab_size // args.tp_size)
-    taps = 2 * len(config.taps) * config.target_hidden_size
-    # Those of bonus tokens alone, and of the target with its LoRA layers, too.
+    layers = 2 * len(config.taps) * size + _WHOLE * size + _PARTS * size // args.tp_size
     passes = row_sizes(rows, args.piecewise_cuda_graph_max_tokens, linear)
     # Without passes over rows of any numbers, all of narrower blocks are verified instead.
     narrow_rounds = len(narrow) if linear and not passes else 0
-    kinds = 1 + auto + bool(args.enable_lora) + narrow_rounds
-    rounds = _GRAPHS + kinds * len(buckets) * _BUCKET + rows * (logits + taps) * itemsize
+    # Those of bonus tokens alone, and of the target with its LoRA layers, too.
+    kinds = 1 + auto + 2 * lora + narrow_rounds
+    rounds = (1 + lora) * _GRAPHS + kinds * len(buckets) * _BUCKET
+    rounds += rows * (logits + layers) * itemsize
     if not passes:
         return rounds
-    rounds += sum(len(dear_sizes(buckets, width)) for width in narrow) * _DRAFTS
-    # Their own tensors fit where those of rounds lie; what they leave does not.
-    hidden = passes[-1] * config.target_hidden_size * itemsize
-    graphs = len(passes) * (1 + (context_len > SHORT_TABLE)) * (1 + bool(args.enable_lora))
-    return rounds + graphs * _PASS + hidden
+    if drafts := sum(len(dear_sizes(buckets, width)) for width in narrow):
+        rounds += drafts * _DRAFTS + max(buckets) * narrow[0] * logits * itemsize
+    graphs = len(passes) * (1 + (context_len > SHORT_TABLE)) * _PASS
+    # Beside what passes leave to those who draw and to the drafter.
+    return (
+        rounds
+        + (1 + lora) * (graphs + passes[-1] * layers * itemsize)
+        + (passes[-1] * size * itemsize)
+    )
 
 
 def rope_positions(args: ServerArgs, context_len: int) -> int:

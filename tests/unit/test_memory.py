@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.gpu.pass_sizes import LINEAR_ROWS, row_sizes
+from sglang_dflash.gpu.pass_sizes import LINEAR_ROWS
 from sglang_dflash.serving.linear_attention import reserve_rows, rows_of_linear_attention
 from sglang_dflash.serving.memory import (
     GIB,
@@ -119,51 +119,61 @@ def test_ranks_share(tmp_path: Path) -> None:
     assert replicated < two.weights < one.weights < 2 * two.weights
 
 
-def test_captured_rounds() -> None:
-    config = SimpleNamespace(taps=(1, 9, 17), target_hidden_size=4096)
-    args = SimpleNamespace(
+def asked(buckets: list[int], **changes: Any) -> SimpleNamespace:
+    own = dict(
         device="cuda",
         disable_cuda_graph=False,
-        cuda_graph_bs=[1, 8, 32],
+        cuda_graph_bs=buckets,
         speculative_num_draft_tokens=16,
-        tp_size=2,
+        tp_size=1,
         piecewise_cuda_graph_max_tokens=None,
-        speculative_dflash_verify="all",
+        speculative_dflash_verify="auto",
         enable_lora=None,
     )
-    more = round_buffers(args, config, 150_000, 2, 4096)
-    args.cuda_graph_bs = [1, 8, 16]
-    half = round_buffers(args, config, 150_000, 2, 4096)
-    tensors = 256 * (75_000 + 2 * 3 * 4096) * 2
-    assert more - half == tensors
-    passes = row_sizes(16 * 16, None)
-    assert half - tensors - passes[-1] * 4096 * 2 == (96 + 3 * 14 + len(passes) * 11) << 20
-    longer = round_buffers(args, config, 150_000, 2, 40_960)
-    assert longer - half == len(passes) * 11 << 20
-    args.enable_lora = True
-    adapted = round_buffers(args, config, 150_000, 2, 4096)
-    assert adapted - half == (3 * 14 + len(passes) * 11) << 20
-    args.enable_lora = None
-    args.piecewise_cuda_graph_max_tokens = 0
-    assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 3 * 14) << 20
-    args.speculative_dflash_verify, args.cuda_graph_bs = "auto", [1, 8, 16]
-    assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 6 * 14) << 20
-    # With linear attention and without such passes, rounds of blocks of 8, 4 and 2, too.
-    linear = round_buffers(args, config, 150_000, 2, 4096, linear=True)
-    assert linear - tensors == (96 + 15 * 14) << 20
-    args.piecewise_cuda_graph_max_tokens = None
-    # Drafts of blocks of 8 for 16 requests; narrower ones are as dear as these.
-    drafts = round_buffers(args, config, 150_000, 2, 4096) - half - (3 * 14 << 20)
-    assert drafts == (14 << 20) // 6
-    # With linear attention, fewer rows of prompts, so fewer passes.
-    fewer = row_sizes(16 * 16, None, linear=True)
-    assert fewer[-1] == 16 * 16 + LINEAR_ROWS and fewer == passes[: len(fewer)]
-    linear = round_buffers(args, config, 150_000, 2, 4096, linear=True)
-    hidden = (passes[-1] - fewer[-1]) * 4096 * 2
-    more = (3 * 14 << 20) + drafts - ((len(passes) - len(fewer)) * 11 << 20) - hidden
-    assert linear == half + more
-    args.piecewise_cuda_graph_max_tokens = 0
-    args.enable_lora = True
-    assert round_buffers(args, config, 150_000, 2, 4096) - tensors == (96 + 9 * 14) << 20
-    args.disable_cuda_graph = True
-    assert round_buffers(args, config, 150_000, 2, 4096) == 0
+    return SimpleNamespace(**own | changes)
+
+
+QWEN3_8B = SimpleNamespace(taps=range(5), target_hidden_size=4096)
+UP_TO_16 = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
+UP_TO_32 = [*UP_TO_16, *range(18, 33, 2)]
+UP_TO_64 = [*UP_TO_32, 40, 44, 48, 52, 56, 60, 64]
+UP_TO_128 = [*UP_TO_64, *range(72, 129, 8)]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "changes", "context", "found"),
+    [
+        (UP_TO_64, {}, 4096, (0.88, 0.25, 0.51)),
+        (UP_TO_128, {}, 4096, (1.60, 0.48, 0.62)),
+        (UP_TO_16, {"enable_lora": True}, 4096, (0.33, 0.12, 0.52, 0.26, 0.49)),
+        (UP_TO_32, {"tp_size": 2, "speculative_dflash_verify": "all"}, 40_960, (0.37, 0.61)),
+    ],
+)
+def test_captured_rounds_as_an_h200_had_them(
+    buckets: list[int], changes: dict[str, Any], context: int, found: tuple[float, ...]
+) -> None:
+    """GiB that the log of servers of Qwen3-8B's shape said of rounds, drafts of narrower blocks, and prompts."""
+    planned = round_buffers(asked(buckets, **changes), QWEN3_8B, 151_936, 2, context)
+    assert planned / GIB == pytest.approx(sum(found), rel=0.07)
+
+
+def test_captured_rounds() -> None:
+    """What is there counts, and nothing else."""
+
+    def planned(linear: bool = False, context: int = 4096, **changes: Any) -> int:
+        given = asked([1, 8, 16], **{"speculative_dflash_verify": "all"} | changes)
+        return round_buffers(given, QWEN3_8B, 150_000, 2, context, linear)
+
+    some = planned()
+    rows = asked([1, 8, 32], speculative_dflash_verify="all")
+    assert round_buffers(rows, QWEN3_8B, 150_000, 2, 4096) - some > 256 * 150_000 * 2
+    assert planned(disable_cuda_graph=True) == planned(device="cpu") == 0
+    assert planned(piecewise_cuda_graph_max_tokens=0) < some < planned(context=40_960)
+    assert planned(tp_size=2) < some < planned(enable_lora=True)
+    # One row each, and drafts of blocks of 8 for 16 requests; narrower ones are as dear as these.
+    auto = planned(speculative_dflash_verify="auto")
+    assert auto - some > 128 * 150_000 * 2
+    # With linear attention fewer rows of prompts, and without such passes rounds of blocks of 8, 4 and 2, too.
+    assert planned(linear=True) < some
+    without = dict(piecewise_cuda_graph_max_tokens=0, speculative_dflash_verify="auto")
+    assert planned(linear=True, **without) - planned(**without) == 3 * 3 * (7 << 20)
