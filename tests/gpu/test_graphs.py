@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.server.checks import assert_same, assert_speculated, decoded_in_graphs
-from tests.server.harness import CHOSEN_WORKERS, Server, running
+from tests.server.harness import CHOSEN_WORKERS, ROOT, Server, running
 
 ARGUMENTS = (
     "--enable-metrics",
@@ -61,3 +61,26 @@ def test_every_request_stays_in_the_graphs(
                 assert answer.result()["meta_info"]["spec_verify_ct"] > 0
         assert fallbacks(server) == 0 and decoded_in_graphs(server).keys() == {True}
         server.check_idle()
+
+
+def own_kernels(cache: Path) -> set[Path]:
+    """What Triton has compiled of this project's kernels."""
+    found = (ROOT / "sglang_dflash/gpu/kernels").glob("*.py")
+    names = {
+        name for file in found for name in re.findall(r"^def (_\w+)\(", file.read_text(), re.M)
+    }
+    return {path for path in cache.rglob("*.ptx") if path.stem in names}
+
+
+@pytest.mark.parametrize("worker", CHOSEN_WORKERS)
+def test_nothing_is_compiled_later(
+    worker: str, logs: Path, tmp_path: Path, prompts: list[str]
+) -> None:
+    """Few clients and many, whose blocks have other widths and numbers of rows: nobody waits for a compiler."""
+    log = logs / f"compiled-{worker}.log"
+    with running(log, *ARGUMENTS, worker=worker, TRITON_CACHE_DIR=str(tmp_path)) as server:
+        before = own_kernels(tmp_path)
+        assert before
+        for concurrency in (1, 4, 16):
+            server.generate_all(prompts[: 8 * concurrency], concurrency=concurrency)
+        assert own_kernels(tmp_path) == before
