@@ -82,11 +82,12 @@ class CpuLoRABackend(TorchNativeLoRABackend):
     ) -> torch.Tensor:
         """A's columns of each row's token, scaled as the other products with A are: [rows, largest rank]."""
         info = self.batch_info
-        owners = info.weight_indices_cpu.repeat_interleave(info.seg_lens_cpu)
-        columns = weights[owners.long(), :, input_ids]
+        owners = info.weight_indices_cpu.repeat_interleave(info.seg_lens_cpu).long()
+        # Rows that are nobody's may have a place behind the last, of rank 0.
+        columns = weights[owners.clamp(max=len(weights) - 1), :, input_ids]
         rank = torch.arange(weights.shape[1])
-        there = rank < info.lora_ranks_cpu[owners.long(), None]
-        return columns * (info.scalings_cpu[owners.long(), None] * there).to(columns.dtype)
+        there = rank < info.lora_ranks_cpu[owners, None]
+        return columns * (info.scalings_cpu[owners, None] * there).to(columns.dtype)
 
 
 def batch_info(

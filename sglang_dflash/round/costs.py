@@ -120,6 +120,7 @@ class Costs:
         context: by keys of all requests together.
         narrow: `draft` of narrower blocks, by their width, the widest first; from so many requests on as it has.
         uniform: all of a round of narrower blocks whose rows are all verified, likewise; for targets without `ragged`.
+        adapters: what LoRA adapters of its requests add to a round.
     """
 
     draft: Staircase
@@ -130,6 +131,7 @@ class Costs:
     context: float
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
     uniform: Mapping[int, Staircase] = field(default_factory=dict)
+    adapters: float = 0.0
 
     def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
@@ -137,7 +139,7 @@ class Costs:
         for name in _BY_WIDTH:
             by_width = getattr(self, name)
             found[name] = {width: stairs.as_dict() for width, stairs in by_width.items()}
-        return found | {"context": round(self.context, 9)}
+        return found | {"context": round(self.context, 9), "adapters": round(self.adapters, 3)}
 
     @classmethod
     def from_dict(cls, found: Told) -> Costs:
@@ -147,10 +149,12 @@ class Costs:
             name: {width: Staircase.from_dict(each) for width, each in found[name].items()}
             for name in _BY_WIDTH
         }
-        return cls(**tables, **by_width, context=found["context"])
+        numbers = {name: found[name] for name in _NUMBERS}
+        return cls(**tables, **by_width, **numbers)
 
 
 _TABLES, _BY_WIDTH = ("draft", "whole", "plain", "ragged", "head"), ("narrow", "uniform")
+_NUMBERS = ("context", "adapters")
 _FILE = TypeAdapter(dict[str, Told])
 
 

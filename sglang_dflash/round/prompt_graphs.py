@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPTS = 64  # beside the most blocks that a round has
+_USUAL = 512  # rows that most rounds do not exceed
 PATIENCE = 8  # rounds after which all prompts that wait should be through
 
 
@@ -206,7 +208,19 @@ class PromptGraphs:
         quiet_passes = self.time_passes()
         costs, quiet = costs_of_blocks(rounds, self.runner, self.passes.times[0])
         head, quiet_head = self._measure(self._choose)
-        return replace(costs, ragged=self.passes, head=head), quiet and quiet_head and quiet_passes
+        added, quiet_added = self._adapters_add()
+        quiet = quiet and quiet_head and quiet_passes and quiet_added
+        return replace(costs, ragged=self.passes, head=head, adapters=added), quiet
+
+    def _adapters_add(self) -> tuple[float, bool]:
+        """Milliseconds, about as many for few rows as for more, and whether nobody else used the GPU meanwhile."""
+        if not self.adapted:
+            return 0.0, True
+        with self.parts.adapters.buffers.random_adapters():
+            adapted, quiet = self._measure(partial(self._replay, adapted=True))
+        times = zip(adapted.times, self.passes.times, strict=True)
+        added = [with_some - without for with_some, without in times]
+        return max(0.0, statistics.median(added[: bisect.bisect_right(self.sizes, _USUAL)])), quiet
 
     def _key(self, size: int, longest: int) -> Key:
         short = Key(size, longest <= SHORT_TABLE)
@@ -281,9 +295,9 @@ class PromptGraphs:
         times = milliseconds([partial(run, size) for size in self.sizes])
         return Staircase(self.sizes, times.shortest), times.quiet and orderly(times.shortest)
 
-    def _replay(self, size: int) -> None:
+    def _replay(self, size: int, adapted: bool = False) -> None:
         self.inputs.clear(size)
-        self._graphs[self._key(size, 0)].graph.replay()
+        self._graphs[self._key(size, 0)._replace(adapted=adapted)].graph.replay()
 
     def _choose(self, size: int) -> None:
         likeliest(self.parts.vocabulary, self._hidden[:size])

@@ -114,12 +114,13 @@ class RoundRunner:
         passes = self.prompt_graphs.sizes if self.prompt_graphs else []
         models = (target.model, self.parts.draft.runner.model)
         weights = [sum(p.numel() * p.itemsize for p in model.parameters()) for model in models]
+        lora = self.parts.adapters and self.parts.adapters.manager.max_lora_rank
         return ", ".join(
             (
                 f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'} x{target.tp_size}",
                 f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
-                f"attention {self.attention['target']} and {self.attention['drafter']}",
+                f"attention {self.attention['target']} and {self.attention['drafter']}, adapters of rank {lora or 0}",
                 f"blocks of {[*graphs.widths, *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
                 f"sglang-dflash {_version()}, torch {torch.__version__}",
             )

@@ -156,9 +156,9 @@ class DFlashWorkerBase:
             Launches the rest; see `RoundRunner.launch`.
         """
         starts = [req.kv_committed_len + ahead for req in batch.reqs]
-        plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows)
         adapters = None if self.parts.adapters is None else [req.lora_id for req in batch.reqs]
         adapted = has_adapters(adapters)
+        plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows, adapted)
         if adapted and plan.reason != WHOLE and not self.rounds.shares_adapted:
             plan = Plan(self.width)  # the others are for what is captured
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width

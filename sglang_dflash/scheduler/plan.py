@@ -76,21 +76,26 @@ class WholeBlocks:
     def __init__(self, width: int):
         self._plan = Plan(width)
 
-    def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+    def plan(
+        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+    ) -> Plan:
         """What a round would be.
 
         Args:
             keys: of all its requests together.
             prompt_rows: rows of prompts in the same pass.
+            adapted: whether any of its requests has a LoRA adapter.
         """
         return self._plan
 
-    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+    def next(
+        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+    ) -> Plan:
         """What the next round is; see `plan`."""
-        return self.plan(requests, keys, prompt_rows)
+        return self.plan(requests, keys, prompt_rows, adapted)
 
-    def besides(self, plan: Plan, requests: int) -> float:
-        """Milliseconds of a round that the target's pass does not take, as far as that is known."""
+    def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
+        """Milliseconds of a round beside those of the target's pass alone, as far as they are known; see `plan`."""
         return 0.0
 
     def take(self, costs: Costs) -> None:
@@ -107,7 +112,9 @@ class RandomWidths(WholeBlocks):
         super().__init__(max(widths))
         self._widths, self._random = widths, random.Random(0)
 
-    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+    def next(
+        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+    ) -> Plan:
         return Plan(self._random.choice(self._widths))
 
 
@@ -126,7 +133,9 @@ class RandomRows(WholeBlocks):
             (WHOLE, RAGGED, NARROW, PLAIN) if costs.ragged.sizes else (WHOLE, NARROW, PLAIN)
         )
 
-    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+    def next(
+        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+    ) -> Plan:
         reason, width = self._random.choice(self._reasons), self._width
         if reason == PLAIN:
             return Plan(1, reason=PLAIN)
@@ -192,49 +201,61 @@ class BestRows(WholeBlocks):
         gains = self._gains_of(width)
         return np.interp(drafts, np.arange(len(gains)), gains)
 
-    def plan(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
+    def plan(
+        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+    ) -> Plan:
         choices = self._choices_of(requests, prompt_rows)
         if not self._requests:
             return choices.plans[0]
-        worth, tokens = self._worth(choices, requests, keys, prompt_rows)
+        worth, tokens = self._worth(choices, requests, self._any(keys, adapted), prompt_rows)
         best = int(worth.argmax())
         gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
         pays = gains or choices.plans[0].total is not None
         return choices.plans[best if pays else 0]
 
+    def _any(self, keys: int, adapted: bool) -> float:
+        """Milliseconds that any choice takes for the contexts and the adapters of its requests."""
+        return self._costs.context * keys + self._costs.adapters * adapted
+
     def _worth(
-        self, choices: _Choices, requests: int, keys: int, prompt_rows: int
+        self, choices: _Choices, requests: int, more: float, prompt_rows: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What each choice promises beyond what its time is worth, and its tokens."""
-        tokens, times = self._promised(choices, requests, keys)
+        """What each choice promises beyond what its time is worth, and its tokens.
+
+        Args:
+            more: milliseconds of each, as `_any` gives them.
+        """
+        tokens, times = self._promised(choices, requests, more)
         # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
         usual = (tokens, times)
         if prompt_rows:
-            usual = self._promised(self._choices_of(requests, 0), requests, keys)
+            usual = self._promised(self._choices_of(requests, 0), requests, more)
         return tokens - (usual[0] / usual[1]).max() * times, tokens
 
     def _promised(
-        self, choices: _Choices, requests: int, keys: int
+        self, choices: _Choices, requests: int, more: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and milliseconds of each choice."""
         scale = requests / self._requests
         tokens = np.full(len(choices.plans), float(requests))
         for width, these, drafts in choices.drafting:
             tokens[these] += scale * self._promise(width, drafts / scale)
-        return tokens, choices.times + self._costs.context * keys
+        return tokens, choices.times + more
 
-    def _wider(self, plan: Plan, requests: int, keys: int, prompt_rows: int) -> Plan:
+    def _wider(self, plan: Plan, requests: int, more: float, prompt_rows: int) -> Plan:
         """The best of those whose blocks are the next wider ones, if there is room for any."""
         choices = self._choices_of(requests, prompt_rows)
-        worth, _ = self._worth(choices, requests, keys, prompt_rows)
+        worth, _ = self._worth(choices, requests, more, prompt_rows)
         wider = [width for width in choices.widths.tolist() if width > plan.width]
         if not wider:
             return plan
         best = np.where(choices.widths == min(wider), worth, -np.inf).argmax()
         return choices.plans[int(best)]
 
-    def next(self, requests: int, keys: int = 0, prompt_rows: int = 0) -> Plan:
-        plan = self.plan(requests, keys, prompt_rows)
+    def next(
+        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+    ) -> Plan:
+        plan = self.plan(requests, keys, prompt_rows, adapted)
         if plan.reason != PLAIN:
             self._without, self._patience = 0, _SOON
             if plan.reason != NARROW:
@@ -244,7 +265,7 @@ class BestRows(WholeBlocks):
             if self._narrowed < self._widen:
                 return plan
             self._narrowed, self._widen = 0, min(2 * self._widen, _RARELY)
-            return self._wider(plan, requests, keys, prompt_rows)
+            return self._wider(plan, requests, self._any(keys, adapted), prompt_rows)
         self._say(requests)
         self._without += 1
         if self._without < self._patience:
@@ -317,9 +338,10 @@ class BestRows(WholeBlocks):
             return self._draft_time(plan, requests) + whole.at(requests)
         return costs.ragged.at(rows + prompt_rows) + self.besides(plan, requests)
 
-    def besides(self, plan: Plan, requests: int) -> float:
+    def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
         """Of one that is a pass over rows."""
-        return self._draft_time(plan, requests) + self._costs.head.at(plan.rows(requests))
+        alone = self._draft_time(plan, requests) + self._costs.head.at(plan.rows(requests))
+        return alone + self._costs.adapters * adapted
 
     def _draft_time(self, plan: Plan, requests: int) -> float:
         if plan.width == 1:

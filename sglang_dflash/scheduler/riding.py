@@ -15,6 +15,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.utils import ceil_align
 
+from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.ending import leave_out_ending
 from sglang_dflash.scheduler.plan import Plan, WholeBlocks
@@ -54,7 +55,9 @@ class Riding:
         if not living:
             return None
         rows = prompts.extend_num_tokens
-        blocks = self._planner.plan(len(living), prompt_rows=rows).rows(len(living))
+        adapted = has_adapters([batch.reqs[i].lora_id for i in living])
+        plan = self._planner.plan(len(living), prompt_rows=rows, adapted=adapted)
+        blocks = plan.rows(len(living))
         graphs = self._rounds.prompt_graphs
         if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
             return None
@@ -65,18 +68,19 @@ class Riding:
 
     def chunk_size(self, scheduler: Scheduler, size: int | None) -> int | None:
         """Rows of prompts that the next step takes; `size` is what the release would take."""
-        living = sum(not req.finished() for req in scheduler.running_batch.reqs)
+        reqs = [req for req in scheduler.running_batch.reqs if not req.finished()]
+        living, adapted = len(reqs), has_adapters([req.lora_id for req in reqs])
         whole = size is None or scheduler.truncation_align_size is not None
         if not self.slowdown or not living or whole:
             return size
-        plan, graphs = self._planner.plan(living), self._rounds.prompt_graphs
+        plan, graphs = self._planner.plan(living, adapted=adapted), self._rounds.prompt_graphs
         blocks = plan.rows(living)
         least = max(_LEAST_ROWS, scheduler.page_size)
         if graphs is None:
             return min(size, max(least, int(blocks * self.slowdown)))
         if not graphs.holds(blocks + least, living + 1):
             return size
-        besides = self._planner.besides(plan, living)
+        besides = self._planner.besides(plan, living, adapted)
         rows = graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler), besides)
         return min(size, max(least, rows))
 

@@ -239,6 +239,18 @@ def test_embedding_on_a_cpu(backend: CpuLoRABackend) -> None:
     torch.testing.assert_close(got, expected(one_hot, a, b, [2, 2, 1, 1]))
 
 
+def test_rows_of_nobody_on_a_cpu(backend: CpuLoRABackend) -> None:
+    """What fills a pass up has a place behind those of adapters."""
+    nobody, ids = len(RANKS), torch.tensor([4, 0, 9])
+    x, a, b = torch.randn(3, 10), torch.randn(3, 3, 10), torch.randn(3, 5, 3)
+    ranks, scalings = (torch.cat([each, each.new_zeros(1)]) for each in (RANKS, SCALINGS))
+    backend.batch_info = batch_info([1, 2], [2, nobody], ranks, scalings)
+    by_token = backend.run_lora_b_sgemm(backend.run_lora_a_embedding(ids, a, vocab_size=10), b)
+    by_row = backend.run_lora_b_sgemm(backend.run_lora_a_sgemm(x, a), b)
+    assert by_token[0].any() and by_row[0].any()
+    assert not by_token[1:].any() and not by_row[1:].any()
+
+
 def test_head_after_prompts_on_a_cpu(backend: CpuLoRABackend) -> None:
     """The last row of each prompt; or the rows whose log-probabilities are asked for."""
     x, a, b = torch.randn(4, 8), torch.randn(3, 3, 8), torch.randn(3, 5, 3)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_dflash.round.costs import Costs, Staircase, orderly, remembered
+from sglang_dflash.round.prompt_graphs import PromptGraphs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -21,6 +25,7 @@ def costs(base: float = 1.0) -> Costs:
         context=1e-6,
         narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
         uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
+        adapters=0.125,
     )
 
 
@@ -73,3 +78,29 @@ def test_a_file_that_is_broken(file: Path, content: str) -> None:
 def test_nowhere_to_write(file: Path) -> None:
     file.parent.write_text("a file where a folder would be")
     assert remembered("this pair", lambda: (costs(), True)) == (costs(), True)
+
+
+def test_what_adapters_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of the passes that rounds have, measured while requests have some."""
+    having: list[bool] = []
+
+    @contextmanager
+    def random_adapters() -> Iterator[None]:
+        having.append(True)
+        yield
+        having.pop()
+
+    graphs = object.__new__(PromptGraphs)
+    graphs.sizes, graphs.adapted = [64, 256, 512, 1024, 2048], True
+    graphs.passes = Staircase(graphs.sizes, [4.0, 6.0, 10.0, 20.0, 40.0])
+    buffers = SimpleNamespace(random_adapters=random_adapters)
+    graphs.parts = SimpleNamespace(adapters=SimpleNamespace(buffers=buffers))
+
+    def measure(run: Callable[..., object]) -> tuple[Staircase, bool]:
+        assert having and run.keywords == {"adapted": True}
+        return Staircase(graphs.sizes, [6.0, 8.5, 13.0, 30.0, 60.0]), False
+
+    monkeypatch.setattr(graphs, "_measure", measure, raising=False)
+    assert graphs._adapters_add() == (2.5, False)
+    graphs.adapted = False
+    assert graphs._adapters_add() == (0.0, True)

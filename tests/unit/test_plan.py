@@ -58,6 +58,16 @@ def test_what_the_pass_of_the_target_does_not_take() -> None:
     assert WholeBlocks(WIDTH).besides(Plan(WIDTH), 8) == 0.0  # is not known
 
 
+def test_rounds_that_adapters_make_longer() -> None:
+    """What each round takes more makes rows in it pay that others would not have."""
+    plans = BestRows(WIDTH, replace(costs(0.1), adapters=20.0))
+    plans.note(chances(0.7))
+    for at in ({}, {"prompt_rows": 100}):
+        without, adapted = (plans.plan(20, adapted=adapted, **at) for adapted in (False, True))
+        assert adapted.rows(20) > without.rows(20)
+        assert plans.besides(without, 20, adapted=True) - plans.besides(without, 20) == 20.0
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.9, 0.97])
 def test_free_rows(rate: float) -> None:
     """Where rows cost nothing, all are verified, unless not even drafting pays."""

@@ -44,6 +44,7 @@ def request(**fields: Any) -> SimpleNamespace:
         custom_logit_processor=None,
         finished=lambda: False,
         to_finish=None,
+        lora_id=None,
     )
     return SimpleNamespace(**own | fields)
 
@@ -295,10 +296,14 @@ def test_chunk_size(graphs: PromptGraphs | None, slowdown: float, rows: int) -> 
 
 
 def test_chunks_beside_a_drafter_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, requests: 1e-3 * requests)
+    monkeypatch.setattr(
+        WholeBlocks, "besides", lambda self, plan, requests, adapted: 1e-3 * requests
+    )
     scheduler = world(request(), request())
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 64
-    monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, requests: 10.0 * requests)
+    monkeypatch.setattr(
+        WholeBlocks, "besides", lambda self, plan, requests, adapted: 10.0 * requests
+    )
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 128 - 2 * WIDTH
 
 
