@@ -68,18 +68,18 @@ class AdapterBuffers:
         What pads the batch has none.
         """
         self._manager.fetch_new_loras(set(ids))
-        places, room = self._manager.places_of(ids), len(self._floats) - self._none - 1
+        places = self._manager.places_of(ids)
         ranks, scalings = [0] * len(self.ranks), [0.0] * len(self.scalings)
         for each, place in zip(ids, places, strict=True):
             if each is not None:
                 adapter = self._manager.loras[each]
                 ranks[place], scalings[place] = adapter.config.r, adapter.scaling
+        if (given := (places, ranks, scalings)) == self._filled:
+            return
+        self._filled, room = given, len(self._floats) - len(scalings)
         places = places + [self._none] * (room - len(places))
         integers = [*places, *(ranks[place] for place in places), *ranks]
         floats = [*(scalings[place] for place in places), *scalings]
-        if (given := (integers, floats)) == self._filled:
-            return
-        self._filled = given
         for buffer, values in ((self._integers, integers), (self._floats, floats)):
             buffer.copy_(to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device))
 

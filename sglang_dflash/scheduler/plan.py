@@ -207,14 +207,16 @@ class BestRows(WholeBlocks):
         choices = self._choices_of(requests, prompt_rows)
         if not self._requests:
             return choices.plans[0]
-        worth, tokens = self._worth(choices, requests, self._any(keys, adapted), prompt_rows)
+        worth, tokens = self._worth(
+            choices, requests, self._of_requests(keys, adapted), prompt_rows
+        )
         best = int(worth.argmax())
         gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
         pays = gains or choices.plans[0].total is not None
         return choices.plans[best if pays else 0]
 
-    def _any(self, keys: int, adapted: bool) -> float:
-        """Milliseconds that any choice takes for the contexts and the adapters of its requests."""
+    def _of_requests(self, keys: int, adapted: bool) -> float:
+        """Milliseconds that a round takes for its requests' contexts and adapters, whatever it drafts and verifies."""
         return self._costs.context * keys + self._costs.adapters * adapted
 
     def _worth(
@@ -223,7 +225,7 @@ class BestRows(WholeBlocks):
         """What each choice promises beyond what its time is worth, and its tokens.
 
         Args:
-            more: milliseconds of each, as `_any` gives them.
+            more: milliseconds of each, as `_of_requests` gives them.
         """
         tokens, times = self._promised(choices, requests, more)
         # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
@@ -265,7 +267,7 @@ class BestRows(WholeBlocks):
             if self._narrowed < self._widen:
                 return plan
             self._narrowed, self._widen = 0, min(2 * self._widen, _RARELY)
-            return self._wider(plan, requests, self._any(keys, adapted), prompt_rows)
+            return self._wider(plan, requests, self._of_requests(keys, adapted), prompt_rows)
         self._say(requests)
         self._without += 1
         if self._without < self._patience:
