@@ -25,6 +25,11 @@ LEAN = (
 # All of it in `make test-long`; elsewhere one setting, and one prompt where a test is expected to pass.
 HALF, QUARTER = LEAN[:-2], (*LEAN[:-2], "--limit", "1")
 FULL = pytest.param(LEAN, marks=pytest.mark.long)
+# The target is of several minds about its own problems at this temperature, and drafts are still right.
+DRAFTED = (
+    *("--mode", "sampling", "--limit", "1", "--runs", "256", "--positions", "32"),
+    *("--setting", '{"temperature": 2.0}'),
+)
 FAULTY = "sglang_dflash.losslessness.faulty_server"
 BROKEN = "THIS SERVER IS BROKEN ON PURPOSE (fault: accept)"
 
@@ -146,15 +151,19 @@ def biased(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
 
 # What finds it is tried on simulated draws in `make test` (tests/unit/test_permutation.py).
 @pytest.mark.long
-@pytest.mark.parametrize("size", [HALF, FULL], ids=["half", "full"])
+@pytest.mark.parametrize(
+    ("file", "size"),
+    [(OPENINGS, HALF), (OPENINGS, LEAN), (PROBLEMS, DRAFTED)],
+    ids=["half", "full", "drafted"],
+)
 def test_biased_sampler_fails(
-    biased: Server, plain: Server, compare: Compare, size: tuple[str, ...]
+    biased: Server, plain: Server, compare: Compare, file: Path, size: tuple[str, ...]
 ) -> None:
     """It decodes greedily as it should; when it samples, it is found out."""
     assert "fault: sampler" in biased.log.read_text()
     servers = (*urls(biased, plain), "--any-server")
     assert compare(OPENINGS, *servers, "--mode", "greedy", "--limit", "4")[0] == PASSED
-    status, report = compare(OPENINGS, *servers, *size)
+    status, report = compare(file, *servers, *size)
     assert status == FAILED
     assert report["sampling"]["null"]["accepted"]
     assert report["sampling"]["test"]["confirmed"] > 0
@@ -175,6 +184,15 @@ def test_sampling(dflash: Server, plain: Server, compare: Compare, size: tuple[s
     status, report = compare(OPENINGS, *urls(dflash, plain), *size)
     assert status == PASSED
     assert all(length > 1 for length in report["sampling"]["accept_lengths"])
+
+
+@mostly_on(-1)
+def test_sampling_of_accepted_drafts(dflash: Server, plain: Server, compare: Compare) -> None:
+    """Where most tokens are drafts that the target drew as well."""
+    status, report = compare(PROBLEMS, *urls(dflash, plain), *DRAFTED)
+    assert status == PASSED
+    assert min(report["sampling"]["accept_lengths"]) > 4
+    assert report["sampling"]["test"]["hypotheses"] > 40
 
 
 def test_nothing_to_test_is_no_pass(plain: Server, compare: Compare) -> None:
