@@ -7,6 +7,7 @@ changes any of them (residuals with factors, other norms, gated attention) is le
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +45,7 @@ from torch import nn
 from sglang_dflash.gpu.adapted_layers import AdaptedLayers
 from sglang_dflash.gpu.experts import is_sparse
 from sglang_dflash.gpu.fused_layers import FusedLayers, fuse_layers
+from sglang_dflash.gpu.kernels.adapter_sums import Wide
 from sglang_dflash.gpu.rank_sums import RankSums
 from sglang_dflash.gpu.tilings import Tilings
 
@@ -94,9 +96,13 @@ class Body:
         x = self.model.embed_tokens(ids)
         return self.layers.run(x, positions, batch, self.model.layers_to_capture)
 
-    def adapted(self) -> Body | None:
-        """The same with the release's LoRA layers, which must be in the target; None where it has others."""
-        layers = AdaptedLayers.of(self.layers)
+    def adapted(self, wide: Mapping[nn.Module, Wide]) -> Body | None:
+        """The same with the release's LoRA layers, which must be in the target; None where it has others.
+
+        Args:
+            wide: of LoRA layers whose products have adapters in them.
+        """
+        layers = AdaptedLayers.of(self.layers, wide)
         return None if layers is None else replace(self, layers=layers)
 
 

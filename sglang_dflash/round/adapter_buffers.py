@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.lora.utils import LoRABatchInfo
 from sglang.srt.utils import next_power_of_2
+from torch import nn
 from torch.nn.functional import pad
 
-from sglang_dflash.gpu.kernels.adapter_rows import Segments, group_rows, group_rows_reference
+from sglang_dflash.gpu.kernels.adapter_rows import (
+    Segments,
+    group_rows,
+    group_rows_reference,
+    row_places,
+    row_places_reference,
+)
+from sglang_dflash.gpu.kernels.adapter_sums import Owners, Wide
 from sglang_dflash.round.adapted_head import AdaptedHead
 
 if TYPE_CHECKING:
@@ -36,10 +44,12 @@ class AdaptedRows(LoRABatchInfo):
     """Which rows have which adapters.
 
     Attributes:
-        grouped: the same for our own kernels; the other fields are the release's.
+        grouped, owners: the same for our own kernels, those of rows by their adapters, which they may not need, and of
+            rows in their order; the other fields are the release's.
     """
 
     grouped: Segments | None = None
+    owners: Owners | None = None
 
 
 class AdapterBuffers:
@@ -49,10 +59,19 @@ class AdapterBuffers:
         places: [requests] int32, of a request's adapter in the release's pool of them.
         request_ranks, request_scalings: [requests] int32 and float32, of that adapter; a rank of 0 for none.
         ranks, scalings: [places + 1] int32 and float32, of the adapter at a place; a rank of 0 for none, as the last.
+        wide: of LoRA layers whose products have adapters in them.
+        sorts_rows: whether fused layers have other products, too, and ask for rows by their adapters.
     """
 
-    def __init__(self, manager: CheckingLoRAManager, requests: int, device: torch.device | str):
+    def __init__(
+        self,
+        manager: CheckingLoRAManager,
+        requests: int,
+        device: torch.device | str,
+        wide: Mapping[nn.Module, Wide],
+    ):
         self._manager, self._none = manager, manager.max_loras_per_batch
+        self.wide, self.sorts_rows = wide, True
         # One behind the other, so that two copies bring all; kernels want each to begin at a round address.
         room, places = -(-requests // _TILE) * _TILE, self._none + 1
         self._integers = torch.zeros(2 * room + places, dtype=torch.int32, device=device)
@@ -116,6 +135,7 @@ class AdapterBuffers:
         rows = pad(rows.view(requests, width), (0, most - width), value=-1)
         its = self.request_ranks[:requests], self.request_scalings[:requests]
         info.grouped = Segments(rows, places, *its)
+        info.owners = Owners(places, width, self.ranks, self.scalings)
         return info
 
     def tiles(self, ends: torch.Tensor, rows: int, *, fused: bool = False) -> AdaptedRows:
@@ -126,17 +146,25 @@ class AdapterBuffers:
             rows: of all of them, and of what fills the pass up.
             fused: whether layers are; the release's fields are then only filled in where it has other LoRA layers.
         """
-        manager, grouped = self._manager, self._grouped(ends, rows)
+        manager, requests = self._manager, len(ends) - 1
+        own = dict(owners=self._owners(ends, rows))
+        if not fused or self.sorts_rows:
+            own["grouped"] = self._grouped(ends, rows)
         if fused and manager.embed_tokens_module is None and manager.lm_head_module is None:
-            return AdaptedRows(*[None] * len(fields(LoRABatchInfo)), grouped=grouped)
-        requests, ends = len(ends) - 1, ends.long()
+            return AdaptedRows(*[None] * len(fields(LoRABatchInfo)), **own)
+        ends = ends.long()
         begins, request = _tiled(ends, rows)
         # What is no request has a larger number, and no adapter.
         places = self.places[request.clamp(max=requests - 1)]
         places = places.masked_fill(request >= requests, self._none)
         info = self._segments(begins, places, rows, _TILE, _TILE)
-        info.grouped = grouped
+        info.grouped, info.owners = own.get("grouped"), own["owners"]
         return info
+
+    def _owners(self, ends: torch.Tensor, rows: int) -> Owners:
+        find = row_places if ends.is_cuda else row_places_reference
+        places = find(ends, self.places[: len(ends) - 1], rows, self._none)
+        return Owners(places, 1, self.ranks, self.scalings)
 
     def _grouped(self, ends: torch.Tensor, rows: int) -> Segments:
         most = _TILE if rows < _MANY_ROWS else 2 * _TILE

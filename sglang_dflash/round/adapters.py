@@ -16,7 +16,10 @@ import torch
 from sglang.srt.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.utils import replace_submodule
+from torch import nn
 
+from sglang_dflash.gpu.kernels.adapter_sums import Wide
+from sglang_dflash.gpu.wide_products import widen_products
 from sglang_dflash.round.adapted_head import AdaptedHead
 from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids, has_adapters, to_device
 from sglang_dflash.round.block_model import BlockModel
@@ -36,10 +39,17 @@ class Adapters:
         self._runner = runner
         self.manager: CheckingLoRAManager = runner.lora_manager
         self.buffers: AdapterBuffers | None = None  # that graphs read; None if none have adapters
+        self._wide: dict[nn.Module, Wide] = {}
+
+    def widen_products(self) -> None:
+        """Before anything is captured: moves weights so that products have adapters in them, where that pays."""
+        # What is released and resumed by this flag is where weights were loaded.
+        if not self._runner.server_args.enable_memory_saver:
+            self._wide = widen_products(self.manager.base_model, self.manager.memory_pool)
 
     def make_buffers(self, requests: int) -> None:
         """What graphs of so many requests read."""
-        self.buffers = AdapterBuffers(self.manager, requests, self._runner.device)
+        self.buffers = AdapterBuffers(self.manager, requests, self._runner.device, self._wide)
 
     @property
     def can_be_captured(self) -> bool:

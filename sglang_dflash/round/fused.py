@@ -72,14 +72,19 @@ def fuse_adapted(
 
     Its products are compared with the release's under adapters of random numbers, which are gone afterwards.
     """
-    adapted = None if body is None else body.adapted()
+    adapted = None if body is None else body.adapted(buffers.wide)
     if adapted is None:
         return None
+    buffers.sorts_rows = not adapted.layers.all_are_wide
     ways = product_ways(adapted.layers, (LAYERS, RELEASE))
     with buffers.random_adapters():
         trials = trial_rows(buffers, requests, width)
         chosen = first_right("target under LoRA adapters", ways, trials, get_tp_group())
-    logger.info("DFLASH runs the target under LoRA adapters with %s", chosen.name)
+    said = (chosen.name, len(adapted.layers.wide))
+    logger.info(
+        "DFLASH runs the target under LoRA adapters with %s, %d products with adapters in them",
+        *said,
+    )
     return adapted if chosen.name == LAYERS else None
 
 

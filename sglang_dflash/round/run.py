@@ -319,10 +319,13 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         # Without passes in which requests have different numbers of rows, all of narrower blocks are verified.
         widths = [1, *widths] if passes else sorted({1, *narrow, *widths})
     parts.draft.runner.model.tells_margins = survival is not None
+    adapted = parts.adapters is not None and parts.adapters.can_be_captured
+    if adapted:
+        parts.adapters.widen_products()
     with nullcontext() if parts.adapters is None else parts.adapters.taken_off():
         rounds = RoundGraphs(parts, attention, sizes, widths, survival, narrow if passes else ())
         prompts = PromptGraphs(parts, rounds, passes) if passes else None
-    if parts.adapters is not None and parts.adapters.can_be_captured:
+    if adapted:
         parts.adapters.make_buffers(prompts.inputs.most + 1 if prompts else sizes[-1])
         rounds.capture_adapted(adapted_widths)
         if prompts:

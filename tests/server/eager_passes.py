@@ -242,7 +242,7 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     passes = EagerPasses(parts, rounds, sizes)
     if parts.adapters is not None:
         requests = passes.inputs.most + 1
-        parts.adapters.buffers = EagerBuffers(parts.adapters.manager, requests, "cpu")
+        parts.adapters.buffers = EagerBuffers(parts.adapters.manager, requests, "cpu", {})
         passes.capture_adapted()
     parts.target.runner.piecewise_cuda_graph_runner = passes
     return RoundRunner(parts, rounds, passes)

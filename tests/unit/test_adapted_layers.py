@@ -16,11 +16,14 @@ from sglang.srt.utils import replace_submodule
 from torch import nn
 
 from sglang_dflash.cpu.lora import CpuLoRABackend, batch_info
-from sglang_dflash.gpu import adapted_layers
+from sglang_dflash.gpu import adapted_layers, wide_products
 from sglang_dflash.gpu.fused_layers import FusedLayers
 from sglang_dflash.gpu.kernels.adapter_rows import group_rows_reference
+from sglang_dflash.gpu.kernels.adapter_sums import Owners, Wide
+from sglang_dflash.gpu.kernels.swiglu import swiglu_reference
 from sglang_dflash.gpu.targets import Body, fused_body
 from sglang_dflash.gpu.tilings import Kind
+from sglang_dflash.gpu.wide_products import widen_products
 from sglang_dflash.round import fused
 from sglang_dflash.round.adapter_buffers import AdapterBuffers
 from tests.unit.targets import TARGETS, WIDTH, Blocks, difference, make_target
@@ -79,29 +82,73 @@ def info_of(
     info = batch_info(counts, places, ranks, scalings)
     ends, of = torch.tensor([0, *counts]).cumsum(0), torch.tensor(places, dtype=torch.int32)
     info.grouped = group_rows_reference(ends, of, ranks, scalings, sum(counts), 16)
+    info.owners = Owners(of.repeat_interleave(torch.tensor(counts)), 1, ranks, scalings)
     return info
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_as_the_release_computes(name: str) -> None:
-    """Requests of two adapters and of none, in one batch."""
+    """Requests of two adapters and of none, in one batch; adapters apart from products, and in them."""
     model = make_target(name)
     blocks, body = Blocks(model), fused_body(model, no_tilings(), None)
     without = blocks.fused(body)
-    backend, _ = adapt(model, experts="moe" in name)
+    backend, pool = adapt(model, experts="moe" in name)
     backend.batch_info = info_of([WIDTH] * 3, [1, 0, 2], RANKS, SCALINGS)
     expected = blocks.plain()
     assert difference(without, expected) > 0.1
-    assert difference(blocks.fused(body.adapted()), expected) < ROUNDING
+    assert difference(blocks.fused(body.adapted({})), expected) < ROUNDING
+
+    wide = widen_products(model, pool)
+    adapted = body.adapted(wide)
+    backend.batch_info.grouped = None if adapted.layers.all_are_wide else backend.batch_info.grouped
+    assert difference(blocks.fused(adapted), expected) < ROUNDING
+    assert difference(blocks.plain(), expected) == 0
 
 
-def test_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_products_can_have_adapters_in_them() -> None:
+    """Not those with a bias, nor of more ranks than pay; weights and adapters are read and written as before."""
+    model = make_target("llama with biases")
+    _, pool = adapt(model, experts=False)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    before = {name: [each.clone() for each in layers] for name, layers in pool.A_buffer.items()}
+    wide = widen_products(model, pool)
+    own = {name for name, module in model.named_modules() if module in wide}
+    assert own == {
+        f"model.layers.{n}.mlp.{name}" for n in range(4) for name in ("gate_up_proj", "down_proj")
+    }
+    assert all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
+    for name, layers in before.items():
+        assert all(torch.equal(*pair) for pair in zip(pool.A_buffer[name], layers, strict=True))
+    layer = model.model.layers[1].mlp.down_proj
+    size, added = layer.base_layer.weight.shape[0], PLACES * MOST
+    assert wide[layer].weight.shape[0] % 64 == 0
+    layer.base_layer.weight.data[:] = 2
+    pool.A_buffer["down_proj"][1][:] = 3
+    assert (wide[layer].weight[:size] == 2).all()
+    assert (wide[layer].weight[size : size + added] == 3).all()
+    assert layer.A_buffer is pool.A_buffer["down_proj"][1]
+
+
+def test_adapters_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_target("qwen3")
+    _, pool = adapt(model, experts=False)
+    monkeypatch.setattr(wide_products, "_MOST", PLACES * MOST - 1)
+    assert widen_products(model, pool) == {}
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_products_in_parts(monkeypatch: pytest.MonkeyPatch, widened: bool) -> None:
     """As tilings leave them, which float32 has none of."""
     model = make_target("qwen3")
     blocks, body = Blocks(model), fused_body(model, no_tilings(), None)
-    backend, _ = adapt(model, experts=False)
+    backend, pool = adapt(model, experts=False)
     backend.batch_info = info_of([WIDTH] * 3, [1, 0, 2], RANKS, SCALINGS)
     expected, whole, seen = blocks.plain(), FusedLayers._product, []
+    if widened:
+        adapted = body.adapted(widen_products(model, pool))
+        monkeypatch.setattr(adapted_layers, "product", halves)
+        assert difference(blocks.fused(adapted), expected) < ROUNDING
+        return
 
     def in_parts(layers: FusedLayers, linear: nn.Module, x: torch.Tensor, kind: Kind):
         seen.append(kind)
@@ -109,22 +156,28 @@ def test_products_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.stack([0.25 * y, 0.75 * y]) if kind is Kind.SUMMED else y
 
     monkeypatch.setattr(FusedLayers, "_product", in_parts)
-    assert difference(blocks.fused(body.adapted()), expected) < ROUNDING
+    assert difference(blocks.fused(body.adapted({})), expected) < ROUNDING
     assert Kind.SUMMED in seen
+
+
+def halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product in two parts."""
+    y = x @ weight.T
+    return torch.stack([0.25 * y, 0.75 * y])
 
 
 def test_layers_that_are_not_known() -> None:
     model = make_target("llama")
     body = fused_body(model, no_tilings(), None)
     adapt(model, experts=False)
-    assert body.adapted() is not None
+    assert body.adapted({}) is not None
 
     class Other(BaseLayerWithLoRA):
         pass
 
     layer = model.model.layers[2]
     layer.mlp.down_proj = Other(layer.mlp.down_proj.base_layer, None)
-    assert body.adapted() is None
+    assert body.adapted({}) is None
 
 
 class CpuBuffers(AdapterBuffers):
@@ -142,40 +195,55 @@ class CpuBuffers(AdapterBuffers):
 
 
 @contextmanager
-def buffers_of(target: Target, requests: int) -> Iterator[AdapterBuffers]:
+def buffers_of(target: Target, requests: int, widened: bool) -> Iterator[AdapterBuffers]:
     backend, pool = adapt(target.model, experts=False)
     manager = SimpleNamespace(max_loras_per_batch=PLACES, lora_backend=backend, memory_pool=pool)
     before = [layer.clone() for half in (pool.A_buffer, pool.B_buffer) for layer in half["o_proj"]]
-    buffers = CpuBuffers(manager, requests, "cpu")
+    wide = widen_products(target.model, pool) if widened else {}
+    buffers = CpuBuffers(manager, requests, "cpu", wide)
     yield buffers
     after = [layer for half in (pool.A_buffer, pool.B_buffer) for layer in half["o_proj"]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not buffers.ranks.any() and getattr(backend, "batch_info", None) is None
 
 
-def choose(target: Target, body: Body | None, requests: int = 8) -> Body | None:
-    with buffers_of(target, requests) as buffers:
+def choose(
+    target: Target, body: Body | None, requests: int = 8, widened: bool = False
+) -> Body | None:
+    with buffers_of(target, requests, widened) as buffers:
         return fused.fuse_adapted(buffers, body, requests, 3)
 
 
+@pytest.mark.parametrize("widened", [False, True])
 @pytest.mark.parametrize("requests", [1, 8])
-def test_what_is_right_is_used(requests: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_right_is_used(
+    requests: int, widened: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Compared under adapters that are gone afterwards, with no more requests than the server runs."""
     caplog.set_level(logging.INFO)
     target = Target()
-    assert choose(target, target.body, requests) is not None
+    assert choose(target, target.body, requests, widened) is not None
     assert "DFLASH runs the target under LoRA adapters with fused layers" in caplog.text
+    products = 8 if widened else 0
+    assert f"{products} products with adapters in them" in caplog.text
 
 
+@pytest.mark.parametrize("widened", [False, True])
 def test_what_is_wrong_is_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    widened: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where adapters are left out: then all that is left is the release's way."""
     monkeypatch.setattr(adapted_layers, "add_expanded", lambda *_: None)
+    monkeypatch.setattr(adapted_layers, "add_second_halves", without_adapters)
     target = Target()
-    assert choose(target, target.body) is None
+    assert choose(target, target.body, widened=widened) is None
     (said,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert said.startswith("DFLASH runs the target under LoRA adapters with layers as the release")
+
+
+def without_adapters(y: torch.Tensor, wide: Wide, owners: Owners, *, swiglu: bool) -> torch.Tensor:
+    base = y[:, : wide.size].contiguous()
+    return swiglu_reference(base) if swiglu else base
 
 
 def test_a_target_that_is_not_fused() -> None:

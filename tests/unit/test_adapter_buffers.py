@@ -12,6 +12,7 @@ from sglang.srt.lora.backend.chunked_backend import ChunkedSgmvLoRABackend
 from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
 
 from sglang_dflash.gpu.kernels.adapter_products import Adapted, add_expanded, shrink
+from sglang_dflash.gpu.kernels.adapter_sums import Wide, add_second_halves
 from sglang_dflash.round.adapter_buffers import AdaptedRows, AdapterBuffers
 from tests.unit.adapter_sums import RANKS, SCALINGS, expected
 
@@ -41,7 +42,7 @@ class Manager:
 def test_what_captured_rounds_read(name: str, width: int) -> None:
     """The release's kernels over blocks, in Triton's interpreter: what was filled in counts, not what was captured."""
     backend = gpu_backend(name)
-    buffers = AdapterBuffers(Manager(backend), 4, "cpu")
+    buffers = AdapterBuffers(Manager(backend), 4, "cpu", {})
     info = buffers.blocks(4, width)
     for ids in (["a", None, "b"], ["b", "b", "a", None], ["a"]):
         buffers.fill(ids)
@@ -55,7 +56,7 @@ def test_what_captured_rounds_read(name: str, width: int) -> None:
 def test_what_captured_passes_read(name: str, rows: int, tile: int) -> None:
     """Requests with any number of rows, some with none, and rows that fill the pass up."""
     backend, requests = gpu_backend(name), 7
-    buffers, ends = AdapterBuffers(Manager(backend), requests, "cpu"), torch.zeros(8).int()
+    buffers, ends = AdapterBuffers(Manager(backend), requests, "cpu", {}), torch.zeros(8).int()
     for counts in ([16, 16, 3], [1, 0, 40, 5, 17], [90], [33, 1, 1, 1, 1, 20]):
         ids = [("a", "b", None)[n % 3] for n in range(len(counts))]
         ends[:] = rows
@@ -88,12 +89,15 @@ def check_products(
     fused = base.clone()
     its = Adapted(a, b, ends.int(), 64), info.grouped
     add_expanded(fused, shrink(x, *its), *its)
+    with_first = torch.cat([base, x @ a.flatten(0, 1).T], dim=1)
+    wide = Wide(torch.empty(0), b, (0,), 64)
+    in_order = add_second_halves(with_first, wide, info.owners, swiglu=False)
     ids, counts = zip(*requests, strict=True)
     places = zip(buffers._manager.places_of(ids), counts, strict=True)
     owners = [place for place, count in places for _ in range(count)]
     ours = slice(len(owners))
     added = expected(x[ours], a, b, owners)
-    for each in (made, fused):
+    for each in (made, fused, in_order):
         torch.testing.assert_close(each[ours] - base[ours], added, rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +105,7 @@ def check_products(
 def test_rows_by_adapters(requests: int) -> None:
     """Each row is in one segment, of its adapter; those without one, and those of nobody, are the last."""
     torch.manual_seed(0)
-    buffers = AdapterBuffers(Manager(SimpleNamespace(name="triton")), requests, "cpu")
+    buffers = AdapterBuffers(Manager(SimpleNamespace(name="triton")), requests, "cpu", {})
     buffers.fill([("a", "b", None)[n % 3] for n in range(requests)])
     for rows in (64, 320):
         counts = torch.randint(0, 2 * rows // requests, (requests,))
@@ -111,6 +115,8 @@ def test_rows_by_adapters(requests: int) -> None:
         grouped = info.grouped
         request = torch.searchsorted(ends[1:].long(), torch.arange(rows), right=True)
         place = torch.cat([buffers.places, torch.zeros(1).int()])[request]
+        assert torch.equal(info.owners.places.masked_fill(request == requests, 0), place)
+        assert (info.owners.places[request == requests] == 3).all()
         there = grouped.rows >= 0
         assert grouped.rows[there].sort().values.tolist() == list(range(rows))
         owner = grouped.places[:, None].expand_as(there)[there]
@@ -118,5 +124,8 @@ def test_rows_by_adapters(requests: int) -> None:
         found = owner.masked_fill(rank == 0, 0)
         assert torch.equal(found, place[grouped.rows[there].long()])
         assert (found == 0).int().diff().ge(0).all()
+        buffers.sorts_rows = False
+        assert buffers.tiles(ends, rows, fused=True).grouped is None
+        buffers.sorts_rows = True
         of_rank = buffers.ranks[grouped.places], buffers.scalings[grouped.places]
         assert torch.equal(grouped.ranks, of_rank[0]) and torch.equal(grouped.scalings, of_rank[1])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.gpu.kernels.adapter_rows import group_rows, group_rows_reference
+from sglang_dflash.gpu.kernels.adapter_rows import (
+    group_rows,
+    group_rows_reference,
+    row_places,
+    row_places_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the adapters at places 0 to 4; there is none at 2, nor at the last, which stands for no adapter.
@@ -28,6 +33,10 @@ def test_as_pytorch(counts: list[int], rows: int, most: int) -> None:
     found = group_rows(*(each.to(DEVICE) for each in given), rows, most)
     for name, ours, theirs in zip(found._fields, found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs), name
+    assert torch.equal(
+        row_places(ends.int().to(DEVICE), places.to(DEVICE), rows, 5).cpu(),
+        row_places_reference(ends, places, rows, 5),
+    )
     there = expected.rows >= 0
     assert expected.rows[there].sort().values.tolist() == list(range(rows))
     assert (there.int().diff(dim=1) <= 0).all()  # the first ones of a segment
