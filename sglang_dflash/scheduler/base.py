@@ -137,8 +137,10 @@ class DFlashWorkerBase:
         """Runs prompts, or a chunk of one; or gives what a round made of them that took them along."""
         if (result := self.riding.take()) is not None:
             return result
+        result = prefill(self.parts, self.target_worker, batch)
+        # Written while the device is at work; a request alone would wait for it.
         self.metrics.ran_prompts(batch.extend_num_tokens, ALONE)
-        return prefill(self.parts, self.target_worker, batch)
+        return result
 
     def states_of(self, batch: ScheduleBatch | ModelWorkerBatch) -> RoundStates | None:
         """What the round that is to be launched over a decode batch leaves in layers of linear attention, if any."""
