@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, model_validator
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from starlette.background import BackgroundTask
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.serving.declared import check_body
 from sglang_dflash.serving.door import guard
+from sglang_dflash.serving.streams import begun_response
 
 
 class Inner(BaseModel):
@@ -30,6 +36,11 @@ class Body:
     flag: bool = False
     inner: list[Inner] | None = None
     anything: dict | None = None
+
+
+@dataclass
+class Streamed(Body):
+    stream: bool = False
 
 
 class Careless(BaseModel):
@@ -142,3 +153,87 @@ def test_door(client: TestClient) -> None:
     assert text.json()["detail"] == (
         "Content-Type 'text/plain' cannot be read: send application/json."
     )
+
+
+@pytest.fixture
+def streaming() -> TestClient:
+    """An app with one of the routes that are asked most, and others before it."""
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+    app = FastAPI()
+
+    @app.get("/others")
+    async def others() -> None: ...
+
+    @app.post("/generate")
+    async def generate(body: Streamed, request: Request) -> Response:
+        async def parts() -> AsyncIterator[str]:
+            if body.count > 99:
+                raise ValueError("too many")
+            for number in range(body.count):
+                yield f"{number} "
+
+        assert await request.body()
+        return StreamingResponse(parts(), media_type="text/event-stream", status_code=201)
+
+    guard(app, ServerArgs(model_path="dummy"))
+    return TestClient(app)
+
+
+def ask(client: TestClient, **body: Any) -> httpx.Response:
+    return client.post("/generate", json={"name": "x", **body})
+
+
+@pytest.mark.parametrize("stream", [True, False])  # straight, and as FastAPI answers
+def test_streams(streaming: TestClient, stream: bool) -> None:
+    answer = ask(streaming, count=3, stream=stream)
+    assert (answer.status_code, answer.text) == (201, "0 1 2 ")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert ask(streaming, count=0, stream=stream).text == ""
+    refused = ask(streaming, count=100, stream=stream)
+    assert (refused.status_code, refused.json()["detail"]) == (400, "too many")
+    wrong = ask(streaming, count="3", stream=stream)
+    assert wrong.status_code == 400 and wrong.json()["detail"].startswith("count '3' cannot")
+
+
+def test_what_is_asked_most_is_looked_for_first(streaming: TestClient) -> None:
+    routes = [route.path for route in streaming.app.routes]
+    assert routes[0] == "/generate" and routes[-1] == "/others"
+    assert streaming.get("/others").status_code == 200
+
+
+def test_a_stream_takes_the_straight_way(
+    streaming: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def solve(**_: Any) -> None:
+        raise RuntimeError("FastAPI was asked")
+
+    monkeypatch.setattr("fastapi.routing.solve_dependencies", solve)
+    assert ask(streaming, count=1, stream=True).text == "0 "
+    with pytest.raises(RuntimeError, match="FastAPI was asked"):
+        ask(streaming, count=1)
+
+
+def test_the_first_part_goes_out_before_tasks_begin() -> None:
+    """Else the event loop has to come round for them first."""
+    sent, begun = [], []
+
+    async def parts() -> AsyncIterator[str]:
+        yield "first"
+        begun.append(len(sent))
+        yield "second"
+
+    async def send(message: dict) -> None:
+        sent.append(
+            (message["type"].rpartition(".")[2], message.get("body"), len(asyncio.all_tasks()))
+        )
+
+    async def receive() -> dict:
+        await asyncio.sleep(60)
+
+    async def answer() -> None:
+        given = StreamingResponse(parts(), background=BackgroundTask(sent.append, "background"))
+        await (await begun_response(given))({"type": "http"}, receive, send)
+
+    asyncio.run(answer())
+    assert sent[:2] == [("start", None, 1), ("body", b"first", 1)] and begun == [2]
+    assert [part[1] for part in sent[2:4]] == [b"second", b""] and sent[4:] == ["background"]
