@@ -49,7 +49,14 @@ def _narrowed(schema: Any) -> Any:
 
 
 def check_body(text: bytes, declared: Any, within: str = "", closed: bool = False) -> Any:
-    """The body, which is refused if it is not as declared.
+    """The body, which is refused if it is not as declared; see `read_body`."""
+    return read_body(text, declared, within, closed)[0]
+
+
+def read_body(
+    text: bytes, declared: Any, within: str = "", closed: bool = False
+) -> tuple[Any, Any]:
+    """The body as JSON has it and as what was declared; it is refused if it is not that.
 
     Args:
         text: JSON as received.
@@ -65,12 +72,13 @@ def check_body(text: bytes, declared: Any, within: str = "", closed: bool = Fals
     except orjson.JSONDecodeError as error:
         raise DFlashError(f"The body is not JSON ({error}): correct it.") from None
     try:
-        _validator(declared).validate_json(text, strict=True, extra="forbid" if closed else None)
+        extra = "forbid" if closed else None
+        read = _validator(declared).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise DFlashError(sentence(error.errors(), body, within)) from None
     except (AttributeError, KeyError, TypeError) as error:  # from a validator of the release's
         raise DFlashError(f"The body cannot be read ({error}): correct it.") from None
-    return body
+    return body, read
 
 
 def check_values(values: dict[str, Any], declared: Any) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.process.access_log import log_after_answers
-from sglang_dflash.serving.declared import check_body, sentence
+from sglang_dflash.serving.declared import read_body, sentence
 from sglang_dflash.serving.loose import check_loose_parts
 from sglang_dflash.serving.metrics import refusing
 from sglang_dflash.serving.straight import straight
@@ -72,16 +72,16 @@ def _checked(route: APIRoute, server_args: Any) -> Callable[[Request], Awaitable
     ask_for_stream = straight(route) if route.path in _FIRST else None
 
     async def checked(request: Request) -> Response:
-        body = response = None
+        body = read = response = None
         try:
             with refusing("unreadable"):
                 if declared is not None and (text := await request.body()):
                     _check_type(request.headers.get("content-type", ""))
-                    body = check_body(text, declared)
+                    body, read = read_body(text, declared)
                     check_loose_parts(body, declared)
                 check_operation(route.path, server_args)
             if ask_for_stream is not None:
-                response = await ask_for_stream(request, body)
+                response = await ask_for_stream(request, body, read)
             if response is None:
                 response = await handler(request)
             if isinstance(response, StreamingResponse):

@@ -13,14 +13,14 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-Straight = Callable[[Request, Any], Awaitable[Response | None]]
+Straight = Callable[[Request, Any, Any], Awaitable[Response | None]]
 
 
 def straight(route: APIRoute) -> Straight | None:
     """What asks the route's endpoint for a stream; None if the endpoint takes more than a body and the request.
 
-    It gets the request and its body, and gives the answer; or None, and has asked for nothing, if the body asks
-    for no stream or FastAPI would refuse it. The endpoint must answer with a response where a stream is asked for.
+    It gets the request, its body and what `read_body` made of that, and gives the answer; or None, and has asked for
+    nothing, if the body asks for no stream. The endpoint must answer a request for a stream with a response.
     """
     needs, endpoint = route.dependant, route.endpoint
     more = (needs.path_params, needs.query_params, needs.header_params, needs.cookie_params)
@@ -34,15 +34,11 @@ def straight(route: APIRoute) -> Straight | None:
         return None
     [field], request_name = needs.body_params, needs.request_param_name
 
-    async def ask(request: Request, body: Any) -> Response | None:
+    async def ask(request: Request, body: Any, read: Any) -> Response | None:
         streams = isinstance(body, dict) and body.get("stream") is True
         if not streams or request.headers.get("content-type") != "application/json":
             return None
-        # As FastAPI reads it, which knows larger numbers.
-        value, errors = field.validate(await request.json(), {}, loc=("body",))
-        if errors:
-            return None
-        values: dict[str, Any] = {field.name: value}
+        values = {field.name: read}
         if request_name is not None:
             values[request_name] = request
         return await endpoint(**values)

@@ -13,12 +13,14 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, TypeAdapter, model_validator
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from starlette.background import BackgroundTask
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.serving.declared import check_body
+from sglang_dflash.serving.declared import check_body, read_body
 from sglang_dflash.serving.door import guard
 from sglang_dflash.serving.streams import begun_response
 
@@ -237,3 +239,21 @@ def test_the_first_part_goes_out_before_tasks_begin() -> None:
     asyncio.run(answer())
     assert sent[:2] == [("start", None, 1), ("body", b"first", 1)] and begun == [2]
     assert [part[1] for part in sent[2:4]] == [b"second", b""] and sent[4:] == ["background"]
+
+
+@pytest.mark.parametrize("declared", [GenerateReqInput, CompletionRequest, ChatCompletionRequest])
+def test_a_body_is_read_as_fastapi_reads_it(declared: Any) -> None:
+    """Which reads leniently what was read strictly."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "é"}]}]
+    prompt = {"prompt": [5, 6], "messages": messages, "input_ids": [5, 6], "text": None}
+    asked = {"model": "m", "temperature": 1, "max_tokens": 7, "logit_bias": {"5": 1}, "rid": "r"}
+    more = {
+        "sampling_params": {"temperature": 0.1 + 0.2, "n": 1 << 40},
+        "stop": ["a"],
+        "top_p": 0.1 + 0.2,
+    }
+    text = json.dumps({"stream": True, "unknown": 1} | prompt | asked | more)
+    _, read = read_body(text.encode(), declared)
+    assert type(read) is declared
+    lenient = TypeAdapter(declared).validate_python(json.loads(text))
+    assert repr(read) == repr(lenient) and "0.30000000000000004" in repr(read)
