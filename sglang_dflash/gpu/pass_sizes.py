@@ -1,4 +1,4 @@
-"""Rows of the target's passes over prompts, and over prompts beside blocks, that are captured; widths of blocks."""
+"""What is captured: batches of rounds, widths of blocks, rows of passes over prompts and over prompts beside blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ SHORT_TABLE = (
     8192  # keys of a page table that is made in no time; longer contexts have passes of their own
 )
 CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
+
+
+def sizes_to_capture(capture_sizes: Iterable[int], max_requests: int) -> list[int]:
+    """Batches that rounds are captured for: SGLang's own sizes, as far as the server runs so many requests."""
+    return sorted({min(size, max_requests) for size in capture_sizes} or {max_requests})
 
 
 def narrower(width: int) -> list[int]:

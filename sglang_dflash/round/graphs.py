@@ -370,8 +370,3 @@ class RoundGraphs:
             return accepted, None
         width = drafted.round.width
         return accepted, self.survival.learn(drafted.estimate, width, accepted.lengths)
-
-
-def sizes_to_capture(capture_sizes: list[int], max_requests: int) -> list[int]:
-    """Batch buckets: SGLang's own sizes, as far as the server runs so many requests."""
-    return sorted({min(size, max_requests) for size in capture_sizes} or {max_requests})

@@ -16,7 +16,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dflash.drawing.sampling import OnItsWay, Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
-from sglang_dflash.gpu.pass_sizes import narrower
+from sglang_dflash.gpu.pass_sizes import narrower, sizes_to_capture
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.block_costs import costs_of_blocks
@@ -294,7 +294,7 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     """
     if parts.req_to_token.device.type != "cuda" or server_args.disable_cuda_graph:
         return RoundRunner(parts)
-    from sglang_dflash.round.graphs import Attention, RoundGraphs, sizes_to_capture
+    from sglang_dflash.round.graphs import Attention, RoundGraphs
     from sglang_dflash.round.prompt_graphs import PromptGraphs, sizes_of_prompts
 
     attention = Attention(*(block_attention_of(m.runner) for m in (parts.draft, parts.target)))

@@ -20,7 +20,13 @@ from torch import nn
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_weights
 from sglang_dflash.checkpoint.load import load_config
-from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, dear_sizes, narrower, row_sizes
+from sglang_dflash.gpu.pass_sizes import (
+    SHORT_TABLE,
+    dear_sizes,
+    narrower,
+    row_sizes,
+    sizes_to_capture,
+)
 from sglang_dflash.two_pools import single_pools
 
 if TYPE_CHECKING:
@@ -111,7 +117,9 @@ def round_buffers(
     """
     if args.device != "cuda" or args.disable_cuda_graph:
         return 0
-    buckets = args.cuda_graph_bs or [1]
+    # How many requests run is known by now unless the user leaves it to the size of the pool.
+    sizes = args.cuda_graph_bs or [1]
+    buckets = sizes_to_capture(sizes, args.max_running_requests or max(sizes))
     block, auto = args.speculative_num_draft_tokens, args.speculative_dflash_verify != "all"
     rows, narrow = max(buckets) * block, narrower(block) if auto else []
     size, lora = config.target_hidden_size, bool(args.enable_lora)

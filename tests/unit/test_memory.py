@@ -124,6 +124,7 @@ def asked(buckets: list[int], **changes: Any) -> SimpleNamespace:
         device="cuda",
         disable_cuda_graph=False,
         cuda_graph_bs=buckets,
+        max_running_requests=None,
         speculative_num_draft_tokens=16,
         tp_size=1,
         piecewise_cuda_graph_max_tokens=None,
@@ -138,6 +139,8 @@ UP_TO_16 = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
 UP_TO_32 = [*UP_TO_16, *range(18, 33, 2)]
 UP_TO_64 = [*UP_TO_32, 40, 44, 48, 52, 56, 60, 64]
 UP_TO_128 = [*UP_TO_64, *range(72, 129, 8)]
+UP_TO_256 = [*UP_TO_128, *range(144, 257, 16)]
+LORA = (0.33, 0.12, 0.52, 0.28, 0.43)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,9 @@ UP_TO_128 = [*UP_TO_64, *range(72, 129, 8)]
         (UP_TO_64, {}, 4096, (0.88, 0.25, 0.51)),
         (UP_TO_128, {}, 4096, (1.60, 0.48, 0.62)),
         (UP_TO_16, {"enable_lora": True}, 4096, (0.33, 0.12, 0.52, 0.26, 0.49)),
+        # Fewer requests run than SGLang has sizes for.
+        (UP_TO_256, {"max_running_requests": 128}, 4096, (1.61, 0.48, 0.62)),
+        (UP_TO_256, {"max_running_requests": 16, "enable_lora": True}, 4096, LORA),
         (UP_TO_32, {"tp_size": 2, "speculative_dflash_verify": "all"}, 40_960, (0.37, 0.61)),
     ],
 )
