@@ -26,6 +26,7 @@ from sglang_dflash.gpu.tilings import Kind
 from sglang_dflash.gpu.wide_products import widen_products
 from sglang_dflash.round import fused
 from sglang_dflash.round.adapter_buffers import AdapterBuffers
+from sglang_dflash.round.adapters import Adapters
 from tests.unit.targets import TARGETS, WIDTH, Blocks, difference, make_target
 from tests.unit.test_fused_check import Target, whole_keys  # noqa: F401
 from tests.unit.test_fused_layers import ROUNDING, no_tilings
@@ -134,6 +135,25 @@ def test_adapters_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     _, pool = adapt(model, experts=False)
     monkeypatch.setattr(wide_products, "_MOST", PLACES * MOST - 1)
     assert widen_products(model, pool) == {}
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_weights_that_are_released_stay_where_they_are(released: bool) -> None:
+    """The memory saver gives away the memory into which they were loaded."""
+    model = make_target("qwen3")
+    _, pool = adapt(model, experts=False)
+    weight = model.model.layers[0].mlp.down_proj.base_layer.weight
+    before = weight.data_ptr()
+    runner = SimpleNamespace(
+        lora_manager=SimpleNamespace(base_model=model, memory_pool=pool, max_loras_per_batch=3),
+        server_args=SimpleNamespace(enable_memory_saver=released),
+        device="cpu",
+    )
+    adapters = Adapters(runner)
+    adapters.widen_products()
+    adapters.make_buffers(4)
+    assert len(adapters.buffers.wide) == (0 if released else 16)
+    assert (weight.data_ptr() == before) == released
 
 
 @pytest.mark.parametrize("widened", [False, True])
