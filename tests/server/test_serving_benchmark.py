@@ -153,7 +153,9 @@ def test_traffic_that_changes(tmp_path: Path, dflash: Server) -> None:
     assert most and max(requests for _, requests in running) == 4
     alone = [requests for at, requests in running if at < most[0] and requests]
     assert alone and alone.count(1) > len(alone) / 2
-    assert max(most) - min(most) < 6  # seconds, the answers that end later included
+    # Three of the four ask no more, however long their last answers take on a busy machine.
+    after = [requests for at, requests in running if at > most[-1] and requests]
+    assert after and 1 in after
 
 
 @exact
