@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.utils import replace_submodule
@@ -43,8 +44,9 @@ class Adapters:
 
     def widen_products(self) -> None:
         """Before anything is captured: moves weights so that products have adapters in them, where that pays."""
-        # What is released and resumed by this flag is where weights were loaded.
-        if not self._runner.server_args.enable_memory_saver:
+        # What is released and resumed by this flag is where weights were loaded; deterministic inference fuses nothing.
+        released = self._runner.server_args.enable_memory_saver
+        if not released and not is_batch_invariant_mode_enabled():
             self._wide = widen_products(self.manager.base_model, self.manager.memory_pool)
 
     def make_buffers(self, requests: int) -> None:

@@ -262,7 +262,7 @@ def test_what_is_wrong_is_not(
 
 
 def without_adapters(y: torch.Tensor, wide: Wide, owners: Owners, *, swiglu: bool) -> torch.Tensor:
-    base = y[:, : wide.size].contiguous()
+    base = y[:, : wide.b.shape[1]].contiguous()
     return swiglu_reference(base) if swiglu else base
 
 

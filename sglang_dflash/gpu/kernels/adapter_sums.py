@@ -34,11 +34,6 @@ class Wide(NamedTuple):
     begins: tuple[int, ...]
     tile: int
 
-    @property
-    def size(self) -> int:
-        """Columns of the product itself."""
-        return self.b.shape[1]
-
 
 class Owners(NamedTuple):
     """Which adapter each row has.
