@@ -9,9 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+
+async def begun(parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The same parts, once there is one.
+
+    Raises:
+        ValueError: the request is refused.
+    """
+    try:
+        first = await anext(parts)
+    except StopAsyncIteration:
+        return parts
+
+    async def whole() -> AsyncIterator[Any]:
+        yield first
+        async for part in parts:
+            yield part
+
+    return whole()
 
 
 class BegunResponse(StreamingResponse):
