@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,19 +41,24 @@ def vocabulary_mask(
     drafts: list[list[int]],
     vocab_size: int,
     device: torch.device,
+    width: int | None = None,
 ) -> tuple[torch.Tensor, Callable]:
     """The mask of every row, and the function of the grammar backend that applies it.
 
     Args:
         grammars: of bs requests; at least one is not None.
-        drafts: bs lists of width - 1 token ids.
+        drafts: bs lists of token ids.
+        width: rows of each request in the mask, those behind its drafts open; None for one more than it has drafts.
+
+    Returns:
+        The mask, rows of requests side by side.
     """
-    width = len(drafts[0]) + 1
+    ends = list(accumulate(width or len(tokens) + 1 for tokens in drafts))
     first = next(grammar for grammar in grammars if grammar)
-    mask = _open_mask(first, vocab_size, len(grammars) * width, device)
+    mask = _open_mask(first, vocab_size, ends[-1], device)
     walks = [
-        partial(_fill_rows, grammar, tokens, mask, index * width)
-        for index, (grammar, tokens) in enumerate(zip(grammars, drafts, strict=True))
+        partial(_fill_rows, grammar, tokens, mask, begin)
+        for grammar, tokens, begin in zip(grammars, drafts, [0, *ends[:-1]], strict=True)
         if grammar and not grammar.finished and not grammar.is_terminated()
     ]
     _walk(walks)

@@ -19,6 +19,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.drawing.grammar import vocabulary_mask
 from sglang_dflash.drawing.not_finite import NOT_FINITE, take_out
+from sglang_dflash.drawing.on_its_way import DraftsOnHost
 from sglang_dflash.drawing.penalties import Penalties, is_penalized
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Sampling:
     return_logprob: bool
     top_logprobs_nums: list[int]
     token_ids_logprobs: list[list[int] | None]
-    drafts: OnItsWay | None = None
+    drafts: DraftsOnHost | None = None
 
     @classmethod
     def of(
@@ -109,12 +110,15 @@ class Sampling:
         """Whether the host reads the drafts, for masks and what custom processors find."""
         return self.has_grammar or self.info.has_custom_logit_processor
 
-    def after(self, drafts: torch.Tensor) -> Sampling:
-        """The same for a round of these drafts ([bs, width - 1] int64), before the target runs them.
+    def after(self, drafts: torch.Tensor, counts: torch.Tensor | None = None) -> Sampling:
+        """The same for a round of these drafts, before the target runs them.
 
         What the host makes of them it then makes while the target runs.
+
+        Args:
+            drafts, counts: as in `DraftsOnHost`.
         """
-        return replace(self, drafts=OnItsWay(drafts)) if self.reads_drafts else self
+        return replace(self, drafts=DraftsOnHost(drafts, counts)) if self.reads_drafts else self
 
     def draw(
         self,
@@ -140,7 +144,7 @@ class Sampling:
         for part in parts:
             at, rows = rows_of(part, 1, drafts.device), rows_of(part, width, drafts.device)
             # Logits first: the device makes them while the host fills masks.
-            output, info = logits(rows), self.info_of(part, at, drafts[at], width)
+            output, info = logits(rows), self.info_of(part, at, drafts, width)
             wanted = (
                 self.return_logprob,
                 _repeat([self.top_logprobs_nums[i] for i in part], width),
@@ -166,6 +170,7 @@ class Sampling:
         logits: Callable[[slice], LogitsProcessorOutput],
         positions: torch.Tensor,
         source: torch.Tensor,
+        counts: torch.Tensor,
         drafts: torch.Tensor,
     ) -> torch.Tensor:
         """Draws after some rows of requests that are `alike`.
@@ -173,7 +178,8 @@ class Sampling:
         Args:
             logits: as in `draw`.
             positions: [bs * width] int64.
-            source: [n] int64, which rows of the blocks.
+            source: [n] int64, which rows of the blocks: the first of each.
+            counts: [bs] int64, how many of each.
             drafts: [bs, width - 1] int64.
 
         Returns:
@@ -184,31 +190,35 @@ class Sampling:
             part = slice(first, min(first + ROWS_AT_ONCE, len(source)))
             output, rows = logits(part), source[part]
             if masks is None:  # filled while the device makes logits
-                masks = self._masks(range(len(self.reqs)), drafts)
+                masks = self._masks(range(len(self.reqs)), drafts, counts)
             info = self._info_at(rows // (drafts.shape[1] + 1))
             if masks[0] is not None:
-                info = replace(info, vocab_mask=masks[0][rows], apply_mask_func=masks[1])
+                info = replace(info, vocab_mask=masks[0][part], apply_mask_func=masks[1])
             nobody = False, [0] * len(rows), [None] * len(rows)
             drawn.append(_draw(sampler, output, info, *nobody, positions[rows]))
         return torch.cat(drawn)
 
     def _masks(
-        self, part: Sequence[int], drafts: torch.Tensor
+        self,
+        part: Sequence[int],
+        drafts: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        width: int | None = None,
     ) -> tuple[torch.Tensor | None, Callable | None]:
-        """What grammars allow after each row of the blocks of some requests, and what applies it; none without any.
+        """What grammars allow after verified rows of some requests, and what applies it; none without any.
 
         Args:
-            drafts: [len(part), width - 1] int64.
+            drafts, counts: of all requests, as in `DraftsOnHost`.
+            width: as in `vocabulary_mask`.
         """
         grammars = [self.reqs[i].grammar for i in part] if self.has_grammar else []
         if not any(grammars):
             return None, None
-        on_host = self._on_host(part, drafts)
-        return vocabulary_mask(grammars, on_host, self.info.vocab_size, drafts.device)
+        verified = self._on_host(drafts, counts).verified(part)
+        return vocabulary_mask(grammars, verified, self.info.vocab_size, drafts.device, width)
 
-    def _on_host(self, part: Sequence[int], drafts: torch.Tensor) -> list[list[int]]:
-        """Drafts of some requests, [len(part), width - 1]."""
-        return drafts.tolist() if self.drafts is None else self.drafts.rows(part)
+    def _on_host(self, drafts: torch.Tensor, counts: torch.Tensor | None = None) -> DraftsOnHost:
+        return self.drafts or DraftsOnHost(drafts, counts)
 
     def _info_at(self, owners: torch.Tensor) -> SamplingBatchInfo:
         """Parameters of requests ([n] int64), a row each."""
@@ -237,19 +247,19 @@ class Sampling:
 
         Args:
             at: the same requests on the device.
-            drafts: [len(part), width - 1] int64.
+            drafts: [bs, width - 1] int64, of all requests.
         """
         info, penalizer = self.info, None
         if any(is_penalized(self.reqs[i]) for i in part):
-            penalizer = self.penalties.of(self.rows[at], drafts)
-        mask, apply_mask = self._masks(part, drafts)
+            penalizer = self.penalties.of(self.rows[at], drafts[at])
+        mask, apply_mask = self._masks(part, drafts, width=width)
 
         def repeated(value: torch.Tensor | None) -> torch.Tensor | None:
             return None if value is None else value[at].repeat_interleave(width, dim=0)
 
         custom = {}
         if info.has_custom_logit_processor:
-            custom = self._custom(part, at, self._on_host(part, drafts), width)
+            custom = self._custom(part, at, self._on_host(drafts).rows(part), width)
         return replace(
             info,
             **{name: repeated(getattr(info, name)) for name in _BY_REQUEST},
@@ -275,31 +285,6 @@ class Sampling:
             for i in range(width)
         ]
         return {"custom_logit_processor": processors, "custom_params": params}
-
-
-class OnItsWay:
-    """Numbers that are copied to the host while the device goes on."""
-
-    def __init__(self, values: torch.Tensor):
-        """
-        Args:
-            values: [n, m].
-        """
-        self._values, self._done = values.to("cpu", non_blocking=True), None
-        if values.is_cuda:
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def rows(self, wanted: Iterable[int]) -> list[list[int]]:
-        """Some of the rows, once they are there."""
-        values = self.tensor()
-        return [values[i].tolist() for i in wanted]
-
-    def tensor(self) -> torch.Tensor:
-        """All of them, once they are there."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._values
 
 
 def _draw(

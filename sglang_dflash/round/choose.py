@@ -67,7 +67,8 @@ def choose(
         tokens = likeliest_of(vocabulary, rows)
         return tokens.view(bs, width) if ragged is None else ragged.spread(tokens), None
     if ragged is not None and sampling.alike:
-        drawn = sampling.draw_rows(sampler, rows.logits, positions, ragged.source, draft_tokens)
+        source, counts = ragged.source, ragged.counts
+        drawn = sampling.draw_rows(sampler, rows.logits, positions, source, counts, draft_tokens)
         drawn = agreed(drawn)
         return ragged.spread(drawn), LogitsProcessorOutput(next_token_logits=None)
     if ragged is not None:

@@ -14,7 +14,8 @@ import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dflash.drawing.sampling import OnItsWay, Sampling
+from sglang_dflash.drawing.on_its_way import OnItsWay
+from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.gpu.pass_sizes import narrower, sizes_to_capture
 from sglang_dflash.round.accept import Accepted
@@ -167,11 +168,13 @@ class RoundRunner:
                 lambda: RoundResult(*accept_blocks(parts, blocks, sampling), fell_back)
             )
         proposed = graphs.propose(key, rows, sampling, adapters)
-        sampling = sampling and sampling.after(proposed.draft_tokens)
         if as_rows:
-            blocks = self.prompt_graphs.verify(_drafted(proposed, start_bounds, total, adapters))
+            drafted = _drafted(proposed, start_bounds, total, adapters)
+            sampling = _after(drafted, sampling)
+            blocks = self.prompt_graphs.verify(drafted)
             finish: Finish = partial(self._accept, proposed, blocks, sampling)
         else:
+            sampling = sampling and sampling.after(proposed.draft_tokens)
             if adapted:
                 parts.adapters.buffers.fill(adapters)
             finish = self._verify(key, proposed, sampling)
@@ -232,10 +235,11 @@ class RoundRunner:
         """
         key = self.graphs.key(start_bounds, width)
         proposed = self.graphs.propose(key, rows, sampling, adapters)
-        sampling = sampling and sampling.after(proposed.draft_tokens)
+        drafted = _drafted(proposed, start_bounds, total, adapters)
+        sampling = _after(drafted, sampling)
         if adapted := has_adapters(adapters):
             self.parts.adapters.hold(adapters)
-        self.prompt_graphs.board(_drafted(proposed, start_bounds, total, adapters))
+        self.prompt_graphs.board(drafted)
         result = prefill()
         finish = partial(self._accept, proposed, self.prompt_graphs.leave(), sampling)
         return self._held(finish) if adapted else finish, result
@@ -284,6 +288,13 @@ def _drafted(
         ragged = Ragged.share(proposed.estimate.chances, total)
     round = replace(proposed.round, start_bounds=start_bounds)
     return Drafted(round, proposed.draft_tokens, ragged, adapters)
+
+
+def _after(drafted: Drafted, sampling: Sampling | None) -> Sampling | None:
+    """What is drawn of blocks, of whose drafts the host begins to learn now."""
+    ragged = drafted.ragged
+    counts = None if ragged is None else ragged.counts
+    return sampling and sampling.after(drafted.draft_tokens, counts)
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:

@@ -16,7 +16,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.cpu.eager import compile_only_when_asked
 from sglang_dflash.drafter.set_aside import SetAside, clean_pools
-from sglang_dflash.drawing.sampling import OnItsWay, Sampling
+from sglang_dflash.drawing.on_its_way import OnItsWay
+from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.linear_states import RoundStates

@@ -196,6 +196,20 @@ def test_batches(
     pool.shutdown()
 
 
+def test_some_drafts_each(backend: BaseGrammarBackend, tokenizer, vocab_size: int) -> None:
+    """Rows side by side, or in blocks as wide as they would be with all drafts; those behind the drafts stay open."""
+    ids = tokenizer.encode("the 123", add_special_tokens=False)[:3]
+    drafts, everything = [ids[:2], [], [], ids], [True] * vocab_size
+    grammars = [regex(backend), None, regex(backend), regex(backend)]
+    expected = [written_out(lambda: regex(backend), [], each, vocab_size) for each in drafts]
+    expected[1] = [everything]
+    mask, _ = vocabulary_mask(grammars, drafts, vocab_size, DEVICE)
+    assert rows_of(mask.cpu(), vocab_size) == [row for rows in expected for row in rows]
+    mask, _ = vocabulary_mask(grammars, drafts, vocab_size, DEVICE, 4)
+    wide = [[*rows, *[everything] * (4 - len(rows))] for rows in expected]
+    assert rows_of(mask.cpu(), vocab_size) == [row for rows in wide for row in rows]
+
+
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow rows are shared by threads, quick ones are not, and an error of any walk comes out."""
     here = threading.current_thread()

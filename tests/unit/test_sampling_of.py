@@ -160,7 +160,10 @@ class Letters:
 
 @pytest.mark.parametrize("rows_at_once", [3, 128])
 @pytest.mark.parametrize("others", [{}, {"logit_bias": {"9": 50.0}}])
-def test_rows_of_grammars(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, others: dict) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])
+def test_rows_of_grammars(
+    monkeypatch: pytest.MonkeyPatch, rows_at_once: int, others: dict, ahead: bool
+) -> None:
     """Rows that are drawn by themselves are drawn as among all rows of their blocks, each under its own mask."""
     monkeypatch.setattr(sampling_module, "ROWS_AT_ONCE", rows_at_once)
     reqs = [request(), request(**others), request()]
@@ -182,7 +185,10 @@ def test_rows_of_grammars(monkeypatch: pytest.MonkeyPatch, rows_at_once: int, ot
     positions = torch.arange(12)
     whole, _ = made.draw(likeliest, of(positions), positions, 4, drafts)
     source = torch.tensor([0, 1, 2, 4, 8, 9, 10, 11])
-    some = made.draw_rows(likeliest, of(source), positions, source, drafts)
+    counts = torch.tensor([3, 1, 4])
+    if ahead:
+        made = made.after(drafts, counts)
+    some = made.draw_rows(likeliest, of(source), positions, source, counts, drafts)
     assert some.tolist() == whole.flatten()[source].tolist()
     assert whole[0, :3].tolist() != logits[:3].argmax(dim=-1).tolist()
     for row, last in zip((0, 1, 2, 8, 9, 10, 11), (3, 4, 5, 10, 12, 13, 14), strict=True):
