@@ -114,6 +114,7 @@ def _add_servers(whole: argparse.ArgumentParser) -> None:
     add("--target-model", default=str(TINY / "target"), metavar="DIR", help="the bundled one")
     add("--draft-model", default=str(TINY / "drafter"), metavar="DIR", help="the bundled one")
     add("--block-size", type=at_least(2), help="the drafter's own")
+    add("--block-size-of", metavar="NAME=N", help="of a system", action="append", default=[])
     add("--tp-size", type=at_least(1), default=1, help="%(default)s")
     add("--attention-backend", metavar="A", help="of SGLang's: fa3, on a CPU torch_native")
     add(
@@ -123,7 +124,8 @@ def _add_servers(whole: argparse.ArgumentParser) -> None:
         help="slots of each KV pool; as many as needed",
     )
     add("--max-running", type=at_least(1), metavar="N", help="requests of a batch; most clients")
-    add("--start", choices=("together", "one-by-one"), default="together", help="%(default)s")
+    ways = ("together", "own-first", "one-by-one")
+    add("--start", choices=ways, default="together", help="%(default)s")
     add("--start-timeout", type=_SECONDS, default=400.0, metavar="SECONDS", help="%(default)s")
     add(
         "--timeout-s",
@@ -198,7 +200,8 @@ def _places(options: argparse.Namespace) -> list[Place]:
 def _choices(options: argparse.Namespace) -> list[Choice]:
     peers = {"sglang": options.sglang, "vllm": options.vllm, "url": options.url}
     own = options.systems or ([] if any(peers.values()) else ["plain", "v2"])
-    return choices(own, peers, options.without_draft, options.args_of, options.env_of)
+    more = (options.without_draft, options.args_of, options.env_of, options.block_size_of)
+    return choices(own, peers, *more)
 
 
 def report_parser() -> argparse.ArgumentParser:

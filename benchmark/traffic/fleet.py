@@ -129,11 +129,10 @@ def _flushed(answer: requests.Response) -> bool:
 
 @contextmanager
 def fleet(
-    choices: Sequence[Choice],
+    groups: Sequence[Sequence[Choice]],
     arguments: Callable[[Choice], list[str]],
     device: str,
     logs: Path,
-    together: bool,
     warm: Callable[[Served], None],
     seconds: float,
 ) -> Iterator[list[Served]]:
@@ -142,15 +141,16 @@ def fleet(
     Those that did not come up are `dead`, and the others go on.
 
     Args:
+        groups: those of one are started side by side, when all of the group before it are warm.
         arguments: command line of a system's server.
-        together: start them side by side; otherwise each when the one before it is warm.
         warm: called with each that answers, in a thread of its own.
         seconds: for the start of one.
     """
-    found = [Served(choice, choice.url) for choice in choices]
+    grouped = [[Served(choice, choice.url) for choice in group] for group in groups]
+    found = [served for group in grouped for served in group]
     pool = ThreadPoolExecutor(len(found))
     try:
-        for group in [found] if together else [[served] for served in found]:
+        for group in grouped:
             for served in group:
                 _start(served, arguments, device, logs)
             begun = [pool.submit(_bring_up, served, warm, seconds) for served in group]

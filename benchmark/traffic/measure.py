@@ -186,16 +186,23 @@ def measure(run: Run) -> None:
     with (
         Clients(options.client_processes) as clients,
         fleet(
-            needed,
+            _groups(needed, options.start),
             run.server_arguments,
             run.machine.device,
             logs,
-            options.start == "together",
             _warmer(run, waiting, run.needs().requests, seconds),
             seconds,
         ) as served,
     ):
         _measure_all(run, waiting, served, _origins(run, served), clients)
+
+
+def _groups(choices: Sequence[Choice], start: str) -> list[list[Choice]]:
+    """Which servers start side by side; this project's measure what rounds take when they start."""
+    own = [choice for choice in choices if choice.kind == "own"]
+    others = [choice for choice in choices if choice.kind != "own"]
+    groups = {"together": [[*choices]], "own-first": [own, others]}
+    return list(filter(None, groups.get(start, [[choice] for choice in choices])))
 
 
 def _origins(run: Run, served: Sequence[Served]) -> dict[str, dict[str, Any]]:

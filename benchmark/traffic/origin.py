@@ -23,7 +23,7 @@ def settings(
     found: dict[str, Any] = {
         "target_model": label(pair.target),
         "draft_model": label(pair.drafter) if choice.drafts else None,
-        "block_size": pair.block_size if choice.drafts else None,
+        "block_size": (choice.block_size or pair.block_size) if choice.drafts else None,
         "device": machine.device,
         "tp_size": options.tp_size,
         "attention_backend": options.attention_backend,

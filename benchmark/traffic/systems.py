@@ -40,6 +40,7 @@ class Choice:
         kind: "own", "sglang", "vllm", or "url" for a server that runs already.
         system: how its server is started; None for a URL.
         drafts: whether it is given the drafter.
+        block_size: of its blocks; None for the pair's.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Choice:
     system: System | None = None
     url: str = ""
     drafts: bool = True
+    block_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ class Pair:
         """Whether it is the bundled pair."""
         return Path(location(self.target)) == (TINY / "target").resolve()
 
-    def block(self) -> int | None:
-        """Slots of a block, as far as it is known."""
-        return self.block_size or read_config(Path(self.drafter)).get("block_size")
+    def block(self, choice: Choice) -> int | None:
+        """Slots of a system's blocks, as far as it is known."""
+        wanted = choice.block_size or self.block_size
+        return wanted or read_config(Path(self.drafter)).get("block_size")
 
     def kv_bytes(self, tokens: int, tp: int) -> int:
         """Bytes of keys and values on one rank for so many tokens, in bfloat16."""
@@ -110,6 +113,7 @@ def choices(
     without_draft: Sequence[str],
     arguments: Sequence[str],
     environment: Sequence[str],
+    blocks: Sequence[str] = (),
 ) -> list[Choice]:
     """The systems to measure, in their order.
 
@@ -119,6 +123,7 @@ def choices(
         without_draft: names of systems that decode without the drafter, beside "plain".
         arguments: NAME=ARGUMENTS, more server arguments of a system.
         environment: NAME=VARIABLE=VALUE, of a system.
+        blocks: NAME=SLOTS, of a system's blocks.
 
     Raises:
         CannotMeasure: a name that is used twice, or not at all, or nothing where a path points to.
@@ -142,10 +147,22 @@ def choices(
         name, value = named(text, "--args-of")
         system = _started(found, name, "--args-of")
         found[name] = _changed(found[name], arguments=(*system.arguments, *shlex.split(value)))
+    for text in blocks:
+        name, value = named(text, "--block-size-of")
+        _started(found, name, "--block-size-of")
+        found[name] = dataclasses.replace(found[name], block_size=_slots(text, value))
     for name in without_draft:
         _known(found, name, "--without-draft")
         found[name] = dataclasses.replace(found[name], drafts=False)
     return list(found.values())
+
+
+def _slots(text: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 2:
+        raise CannotMeasure(
+            f"--block-size-of {text} is not NAME=SLOTS with at least 2: write it so."
+        )
+    return int(value)
 
 
 def _known(found: Mapping[str, Choice], name: str, option: str) -> Choice:
@@ -207,7 +224,7 @@ def server_arguments(
     if choice.drafts:
         given += ["--speculative-algorithm", "DFLASH"]
         given += ["--speculative-draft-model-path", location(pair.drafter)]
-        if block := pair.block():
+        if block := pair.block(choice):
             given += ["--speculative-num-draft-tokens", str(block)]
     return given
 
@@ -221,7 +238,7 @@ def _vllm_arguments(choice: Choice, pair: Pair, needs: Needs, tp: int) -> list[s
     rows = 1
     if choice.drafts:
         drafter: dict[str, object] = {"method": "dflash", "model": location(pair.drafter)}
-        if block := pair.block():
+        if block := pair.block(choice):
             drafter["num_speculative_tokens"] = block - 1
             rows = block
         given += ["--speculative-config", json.dumps(drafter)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 
 from benchmark import provenance, servers, serving
 from benchmark.errors import CannotMeasure, CellFailed
+from benchmark.machine import Machine
 from benchmark.percentiles import percentiles
 from benchmark.shapes import TINY
-from benchmark.traffic import arguments, arrivals, cells, counters, figures
+from benchmark.traffic import arguments, arrivals, cells, counters, figures, measure, origin
 from benchmark.traffic.answers import Answer, parse
 from benchmark.traffic.arrivals import Closed, Open
 from benchmark.traffic.cells import Place
@@ -249,6 +251,43 @@ def test_systems_by_python_and_path(tmp_path: Path) -> None:
     assert public == ["--sglang", "peer=(a path)", "--url", "a=http://b"]
 
 
+def test_blocks_of_each_system(tmp_path: Path) -> None:
+    """Everybody's blocks, but those of a system that has its own; also in what a cell is recognised by."""
+    options = parsed(
+        tmp_path,
+        *("--systems", "v2", "--sglang", f"narrow={tmp_path}", "--vllm", f"vllm={tmp_path}"),
+        *("--block-size", "12", "--block-size-of", "narrow=8", "--block-size-of", "vllm=4"),
+    )
+    needs = Needs(64, 60000, 4096)
+    v2, narrow, vllm = (
+        " ".join(server_arguments(choice, options.pair, needs, "cuda", 1, None))
+        for choice in options.choices
+    )
+    assert "--speculative-num-draft-tokens 12" in v2
+    assert "--speculative-num-draft-tokens 8" in narrow
+    assert '"num_speculative_tokens": 3' in vllm
+    assert f"--max-cudagraph-capture-size {64 * 4 + 512}" in vllm
+    pool = SimpleNamespace(sha256="", max_tokens=1)
+    sizes = [
+        origin.settings(options, choice, options.pair, Machine.here(), pool)["block_size"]
+        for choice in options.choices
+    ]
+    assert sizes == [12, 8, 4]
+
+
+def test_who_starts_when(tmp_path: Path) -> None:
+    options = parsed(tmp_path, "--systems", "plain,v2", "--sglang", f"a={tmp_path}")
+    for start, expected in (
+        ("together", [["plain", "v2", "a"]]),
+        ("own-first", [["plain", "v2"], ["a"]]),
+        ("one-by-one", [["plain"], ["v2"], ["a"]]),
+    ):
+        groups = measure._groups(options.choices, start)
+        assert [[choice.name for choice in group] for group in groups] == expected
+    (others,) = measure._groups(options.choices[2:], "own-first")
+    assert [choice.name for choice in others] == ["a"]
+
+
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "full.jsonl").write_text("{}\n")
     for given, said in (
@@ -258,6 +297,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--systems", "v2", "--url", "v2=http://x"], "two systems are named v2"),
         (["--args-of", "v9=--x"], "names v9, which is none of plain, v2"),
         (["--url", "a=http://x", "--args-of", "a=--x"], "runs already"),
+        (["--block-size-of", "v2=1"], "--block-size-of v2=1 is not NAME=SLOTS with at least 2"),
+        (["--block-size-of", "v2=wide"], "--block-size-of v2=wide is not NAME=SLOTS"),
         (["--target-model", "/no/such"], "is not a folder with a config.json"),
         (["--loads", "0"], "is no load"),
         (["--tp-size", "64"], "--tp-size 64 is more than"),
