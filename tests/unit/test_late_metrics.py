@@ -37,6 +37,29 @@ def test_they_wait_for_statistics(observed: list[tuple]) -> None:
     assert len(observed) == 5
 
 
+def test_gauges_are_set_ten_times_a_second(
+    observed: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle scheduler, which waits for 30 s else, sets at once those that were left."""
+    now = [100.0]
+    monkeypatch.setattr(late_metrics.time, "perf_counter", lambda: now[0])
+
+    def set_all(self: LateMetrics, stats: str) -> None:
+        observed.append(("log_stats", stats))
+        self.last_log_time = now[0]
+
+    monkeypatch.setattr(SchedulerMetricsCollector, "log_stats", set_all)
+    collector = LateMetrics()
+    for stats, waits in (("a", False), ("b", True), ("c", True), ("d", False), ("e", True)):
+        collector.log_stats(stats)
+        assert (now[0] > collector.last_log_time + 30) is waits
+        now[0] += 0.04
+    now[0] += 0.1
+    collector.log_stats("idle")
+    assert now[0] < collector.last_log_time + 30
+    assert observed[1:] == [("log_stats", stats) for stats in ("a", "d", "idle")]
+
+
 def test_without_statistics_they_do_not_pile_up(
     observed: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
