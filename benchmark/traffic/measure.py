@@ -143,6 +143,8 @@ def prepare(options: argparse.Namespace, machine: Machine) -> Run:
     pools = {name: workloads.load(name, options.data, tokenizer, context) for name in names}
     for pool in pools.values():
         print(pool.describe(), flush=True)
+    for place in options.places:
+        pools[place.workload].check_kind(place.kind)
     systems = [choice.name for choice in options.choices]
     order = cells.in_turns(options.places, systems, options.repeats)
     run = Run(options, machine, order, pools)

@@ -17,19 +17,23 @@ from benchmark.prompts import chat_text
 # folder of data: the first that is there.
 FILES = {
     name: (f"{name}.jsonl", *(["test.jsonl"] * (name == "chat")), f"workloads/{name}.jsonl")
-    for name in ("chat", "gsm8k", "long-prompt", "reasoning")
+    for name in ("chat", "gsm8k", "json", "long-prompt", "reasoning")
 }
 # What greedy requests ask besides: each is work for the server, and leaves the answer as it is.
+_ANY_TEXT = "(.|\\n)*"
 ASKED = {
     "logprobs": {"logprobs": 5},
     "penalties": {"frequency_penalty": 1e-6},
-    "grammar": {"regex": "(.|\\n)*"},
+    # As SGLang is asked for it, and as vLLM is; each ignores the other's field.
+    "grammar": {"regex": _ANY_TEXT, "structured_outputs": {"regex": _ANY_TEXT}},
 }
+# Greedy requests of which each has the JSON schema of its prompt, which the known answer keeps to.
+_SCHEMA = "schema"
 # Greedy requests of which each has one of so many LoRA adapters, by the names that `benchmark/adapters.py` gives.
 ADAPTERS, _ADAPTED = 8, "adapters"
 # Every how many-th request is sampled.
 _SAMPLED = {"sampled": 1, "mixed": 2, "ninth": 9}
-KINDS = ("greedy", *_SAMPLED, *ASKED, _ADAPTED)
+KINDS = ("greedy", *_SAMPLED, *ASKED, _SCHEMA, _ADAPTED)
 # Where no answer is known, and beyond what the longest known one has.
 UNKNOWN_TOKENS = 1024
 SLACK = 2
@@ -62,6 +66,7 @@ class Workload:
         texts: prompts in the chat format.
         prompts: the same as token ids, which everybody is sent.
         answer_tokens: lengths of the known answers, the token that ends one included.
+        schemas: JSON schemas of the answers, one for each prompt, or none at all.
         max_tokens: at which an answer that does not end is cut.
         sha256: of the file.
     """
@@ -70,6 +75,7 @@ class Workload:
     texts: list[str]
     prompts: list[list[int]]
     answer_tokens: list[int]
+    schemas: list[dict[str, Any]]
     max_tokens: int
     sha256: str
 
@@ -103,7 +109,11 @@ class Workload:
 
         Args:
             most: tokens of an answer, if fewer than `max_tokens`.
+
+        Raises:
+            CannotMeasure: the kind does not go with these prompts.
         """
+        self.check_kind(kind)
         common = {
             "model": model,
             "max_tokens": min(most or self.max_tokens, self.max_tokens),
@@ -115,11 +125,31 @@ class Workload:
         return [
             orjson.dumps(
                 (greedy if self.is_greedy(kind, i) else drawn)
-                | ({"lora_path": f"adapter{i % ADAPTERS}"} if kind == _ADAPTED else {})
+                | self._fields_of(kind, i)
                 | {"prompt": prompt}
             )
             for i, prompt in enumerate(self.prompts)
         ]
+
+    def _fields_of(self, kind: str, index: int) -> dict[str, Any]:
+        """What a request of the kind has that depends on its prompt."""
+        if kind == _ADAPTED:
+            return {"lora_path": f"adapter{index % ADAPTERS}"}
+        if kind == _SCHEMA:
+            schema = self.schemas[index]
+            return {
+                "json_schema": orjson.dumps(schema).decode(),
+                "structured_outputs": {"json": schema},
+            }
+        return {}
+
+    def check_kind(self, kind: str) -> None:
+        """Raises CannotMeasure if requests of the kind cannot be made of these prompts."""
+        if kind == _SCHEMA and not self.schemas:
+            raise CannotMeasure(
+                f"the kind {kind} needs a schema with every prompt, and those of {self.name} have "
+                "none: ask json/schema, or give another --data."
+            )
 
 
 def load(name: str, folder: Path, tokenizer: Any, context: int) -> Workload:
@@ -148,8 +178,11 @@ def load(name: str, folder: Path, tokenizer: Any, context: int) -> Workload:
             f"{context} positions of the target: leave the workload {name} out, or give another "
             "--target-model."
         )
+    schemas = [row["schema"] for row in rows if isinstance(row.get("schema"), dict)]
+    if len(schemas) < len(rows):
+        schemas = []
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Workload(name, texts, prompts, lengths, min(wanted, room), sha256)
+    return Workload(name, texts, prompts, lengths, schemas, min(wanted, room), sha256)
 
 
 def _rows(path: Path, name: str) -> list[dict[str, Any]]:

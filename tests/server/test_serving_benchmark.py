@@ -74,6 +74,16 @@ def test_counts_what_the_servers_count(
 
 
 @exact
+def test_answers_with_a_schema_are_those_without(tmp_path: Path, dflash: Server) -> None:
+    """So that what the grammar costs is seen at the same answers and accept length."""
+    output = tmp_path / "found.jsonl"
+    places = ("--cells", "json/greedy/2", "json/schema/2")
+    assert measure(output, {"dflash": dflash.url}, *places, requests=8) == 0
+    greedy, schema = rows(output)
+    assert schema["answers"] == greedy["answers"] and schema["accept_length"] > 1.5
+
+
+@exact
 def test_a_server_that_dies_costs_its_cells(tmp_path: Path, plain: Server) -> None:
     output = tmp_path / "found.jsonl"
     places = ("--cells", "chat/greedy/1,2,3")

@@ -22,7 +22,7 @@ from benchmark.traffic.arrivals import Closed, Open
 from benchmark.traffic.cells import Place
 from benchmark.traffic.clients import Clients, Heard, Job
 from benchmark.traffic.systems import Needs, Pair, choices, server_arguments
-from benchmark.traffic.workloads import Sampling, Workload, load
+from benchmark.traffic.workloads import GREEDY, Sampling, Workload, load
 
 
 def event(text: str, finish: str | None = None) -> bytes:
@@ -332,7 +332,7 @@ class Letters:
         return {"input_ids": [self.encode(text) for text in texts]}
 
 
-def pool(tmp_path: Path, context: int = 500, **more: str) -> Workload:
+def pool(tmp_path: Path, context: int = 500, **more: object) -> Workload:
     lines = [{"question": f"q{i}", **more} for i in range(3)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return load("chat", tmp_path, Letters(), context)
@@ -351,6 +351,10 @@ def test_prompts_and_their_requests(tmp_path: Path) -> None:
     adapted = [json.loads(body) for body in found.bodies("adapters", drawn, "m")]
     assert [body["lora_path"] for body in adapted] == ["adapter0", "adapter1", "adapter2"]
     assert all(body["temperature"] == 0 for body in adapted)
+    (grammar, *_) = [json.loads(body) for body in found.bodies("grammar", drawn, "m")]
+    assert grammar["structured_outputs"] == {
+        "regex": grammar["regex"]
+    }  # vLLM's field, and SGLang's
     short = [json.loads(body) for body in found.bodies("sampled", drawn, "m", 64, stream=False)]
     assert {body["max_tokens"] for body in short} == {64} and "stream" not in short[0]
     assert pool(tmp_path, context=200, answer="x" * 99).max_tokens == 200 - 20 - 32
@@ -362,6 +366,22 @@ def test_prompts_and_their_requests(tmp_path: Path) -> None:
     assert load("chat", tmp_path, Letters(), 500).texts == ["Question: other\nAnswer:"]
     with pytest.raises(CannotMeasure, match="leave no room for the answers"):
         pool(tmp_path, context=150, answer="x" * 99)
+
+
+def test_requests_with_the_schemas_of_their_prompts(tmp_path: Path) -> None:
+    """As SGLang and as vLLM are asked for them; and no other prompts are asked so."""
+    schema = {"type": "array", "items": {"type": "integer"}}
+    found = pool(tmp_path, answer="[1]", schema=schema)
+    for body in map(json.loads, found.bodies("schema", GREEDY, "m")):
+        assert body["temperature"] == 0 and json.loads(body["json_schema"]) == schema
+        assert body["structured_outputs"] == {"json": schema}
+    assert not any(
+        "json_schema" in json.loads(body) for body in found.bodies("greedy", GREEDY, "m")
+    )
+    with pytest.raises(CannotMeasure, match="those of chat have none: ask json/schema"):
+        pool(tmp_path).bodies("schema", GREEDY, "m")
+    assert serving.main(["--cells", "chat/schema/1", "--dry-run"]) == 2
+    assert serving.main(["--cells", "json/schema/1", "--dry-run"]) == 0
 
 
 def test_nobody_there_fails_the_cell() -> None:
