@@ -1,8 +1,9 @@
 """A real server process, and a client that asks it.
 
 Everything that depends on the machine is in this file: `DFLASH_TEST_DEVICE` (cpu or cuda), on a GPU
-`DFLASH_TEST_DTYPE` (bfloat16 or float16), and `DFLASH_TEST_WORKERS` (names in WORKERS, separated by commas)
-choose what the tests run on.
+`DFLASH_TEST_DTYPE` (bfloat16 or float16) and `DFLASH_TEST_MEMORY` (the fraction of it that may be taken when a server
+starts, higher where more servers share one), and `DFLASH_TEST_WORKERS` (names in WORKERS, separated by commas) choose
+what the tests run on.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ TARGET, DRAFTER = PAIR / "target", PAIR / "drafter"
 
 DEVICE = os.environ.get("DFLASH_TEST_DEVICE", "cpu")
 DTYPE = os.environ.get("DFLASH_TEST_DTYPE", "float32" if DEVICE == "cpu" else "bfloat16")
+_MEMORY = os.environ.get("DFLASH_TEST_MEMORY", "0.3")
 _MACHINE = {
     # float32 on one thread: every result is exact whatever the batch, so equality means equality.
     "cpu": ("--device cpu --attention-backend torch_native --dtype float32".split(), 20000),
     "cuda": (
-        f"--attention-backend fa3 --dtype {DTYPE} --mem-fraction-static 0.3 "
+        f"--attention-backend fa3 --dtype {DTYPE} --mem-fraction-static {_MEMORY} "
         # Else drafts are tried as far as they pay there, and accept lengths differ from a CPU's.
         "--disable-piecewise-cuda-graph --speculative-dflash-verify all".split(),
         20000,
