@@ -24,9 +24,14 @@ OWN: dict[str, dict[str, Any]] = TARGETS | {
     "Gemma 2": dict(attn_logit_softcapping=20.0, final_logit_softcapping=30.0),
     "OLMo": dict(num_key_value_heads=2),
     "OLMoE": dict(num_key_value_heads=2),
+    # Others say the same token all the time, with which nothing is seen.
+    "StarCoder2": dict(embedding=0.15, intermediate_size=192, num_key_value_heads=2),
+    "Qwen2-MoE": dict(embedding=0.15),
+    "MiniMax-M2": dict(embedding=0.15),
 }
-# Logits of these are of 1 to 4, of the others of 16.
+# Logits of these are of 1 to 4, of 4 to 8, of the others of 16.
 SMALL, SMALL_TIE = ("Cohere", "Gemma", "Granite"), 0.06
+MIDDLE, MIDDLE_TIE = ("StarCoder2", "Qwen2-MoE", "MiniMax-M2"), 0.12
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
     """Alone, and all at once with prompts beside rounds."""
     write_target(tmp_path, name, **SIZES | OWN.get(name, {}))
     given, log = ("--model-path", str(tmp_path), "--skip-tokenizer-init"), name.replace(" ", "-")
-    tie = SMALL_TIE if name.startswith(SMALL) else TIE
+    tie = SMALL_TIE if name.startswith(SMALL) else MIDDLE_TIE if name in MIDDLE else TIE
     with running(logs / f"{log}-plain.log", *given, **ONCE_IDLE) as plain:
         expected = [plain.generate(ids, **TOKENS)["output_ids"] for ids in PROMPTS]
         assert sum(len(set(ids)) > 1 for ids in expected) >= 3
