@@ -278,7 +278,7 @@ def test_refused(name: str, drafter: Path, tmp_path: Path) -> None:
 
 
 def table(outcomes: dict[str, dict[str, str]], on_gpus: dict[str, str]) -> Iterator[str]:
-    yield HEAD + " | ".join(f"{worker}, CPU" for worker in CHOSEN_WORKERS) + " | H200 |"
+    yield HEAD + " | ".join(f"{worker}, CPU" for worker in CHOSEN_WORKERS) + " | GPU |"
     yield "|---|" + "---|" * len(CHOSEN_WORKERS) + "---|"
     for name, by_worker in outcomes.items():
         cells = " | ".join(by_worker[worker] for worker in CHOSEN_WORKERS)
