@@ -126,7 +126,10 @@ def steady_state(answers: Sequence[Progress]) -> Sample:
     begin = max(answer.seconds[0] for answer in answers)
     end = min(answer.seconds[-1] for answer in answers)
     if end <= begin:
-        raise NoSteadyState("an answer ended before another began: ask for more new tokens")
+        raise NoSteadyState(
+            "an answer ended before another began: ask for more new tokens, or for fewer requests, if "
+            "the server has no room for so many at once"
+        )
     decoded = sum(answer.tokens[-1] - 1 for answer in answers)
     verify_steps = sum(answer.verify_steps for answer in answers)
     accept_length = decoded / verify_steps if verify_steps else 1.0

@@ -117,10 +117,9 @@ def command(*arguments: str, port: int, target: Path = TARGET) -> list[str]:
     common = ["--model-path", str(target), "--port", str(port), "--max-total-tokens", str(tokens)]
     # A scheduler that polls all the time would take a core from the server that is asked.
     common += ["--sleep-on-idle", "--max-running-requests", "16"]
-    if (
-        "--dp-size" not in arguments
-    ):  # the release chooses where ranks meet among clients' ports; replicas need several
-        common += ["--nccl-port", str(free_port())]
+    # Where ranks meet, which the release chooses among clients' ports; replicas take those that follow.
+    replicas = int(arguments[arguments.index("--dp-size") + 1]) if "--dp-size" in arguments else 1
+    common += ["--nccl-port", str(free_port(replicas))]
     return [*machine, *common, *arguments]
 
 
@@ -151,22 +150,33 @@ def starter(by_itself: bool) -> Callable[..., Process]:
     return start if by_itself or DEVICE != "cpu" else _launcher().fork
 
 
-def free_port() -> int:
-    """Below those that the system gives to clients, one of which could take it before the server does.
+def free_port(count: int = 1) -> int:
+    """The first of so many in a row, below those that the system gives to clients, one of which could take it first.
 
     A server listens seconds after its port was chosen: until this process ends, no other run of the tests chooses it.
     """
+    while True:
+        first = random.SystemRandom().randrange(20000, 32000 - count)
+        ports = range(first, first + count)
+        marks = [mark for port in ports if (mark := _mark_of(port))]
+        if len(marks) == count:
+            _chosen.extend(marks)
+            return first
+        for mark in marks:
+            mark.close()
+
+
+def _mark_of(port: int) -> IO[str] | None:
+    """An open file that keeps other runs from a port; None if it is not free."""
     folder = Path(tempfile.gettempdir()) / f"sglang-dflash-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        mark = (folder / str(port)).open("w")
-        with socket.socket() as probe, suppress(OSError):
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            probe.bind(("127.0.0.1", port))
-            _chosen.append(mark)
-            return port
-        mark.close()
+    mark = (folder / str(port)).open("w")
+    with socket.socket() as probe, suppress(OSError):
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        probe.bind(("127.0.0.1", port))
+        return mark
+    mark.close()
+    return None
 
 
 class Answers:

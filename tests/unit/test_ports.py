@@ -36,9 +36,24 @@ def test_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chosen_for_ranks() -> None:
-    """Where they meet is no port that the system gives to a client meanwhile; each replica chooses its own."""
+    """Where they meet is no port that the system gives to a client meanwhile; those of replicas follow it."""
     given = harness.command(port=harness.free_port())
     meet = int(given[given.index("--nccl-port") + 1])
     assert 20000 <= meet < 32000
     assert meet in [int(Path(mark.name).name) for mark in harness._chosen]
-    assert "--nccl-port" not in harness.command("--dp-size", "2", port=harness.free_port())
+    given = harness.command("--dp-size", "2", port=harness.free_port())
+    meet = int(given[given.index("--nccl-port") + 1])
+    assert [int(Path(mark.name).name) for mark in harness._chosen[-2:]] == [meet, meet + 1]
+
+
+def test_chosen_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, or none: of a row with one that is taken the others stay free."""
+    row, other = harness.free_port(2), harness.free_port(2)
+    harness._chosen.pop(-4).close()  # the first of the row is free again
+    ports = iter([row, other])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(ports))
+    with pytest.raises(StopIteration):
+        harness.free_port(2)
+    mark = harness._mark_of(row)
+    assert mark is not None
+    mark.close()
