@@ -23,7 +23,7 @@ from tests.server.harness import (
     in_long,
     running,
 )
-from tests.server.riders import ran
+from tests.server.riders import decoding, ran
 from tests.unit.decoders import ARCHITECTURES, SIZES, write_drafter, write_target
 from tests.unit.kimi import ARGUMENTS, KIMI, PICTURE, write_kimi
 from tests.unit.wrappers import VOCABULARY, WRAPPERS, clip, data_url, picture, write_wrapper
@@ -98,9 +98,20 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
                 answers = server.generate_all(PROMPTS, concurrency, **TOKENS)
                 assert [answer["output_ids"] for answer in answers] == expected
                 assert accept_length(answers) > 1.2
-            assert launcher in LAUNCHER or ran(server)["in_rounds"] > 0
+            if launcher not in LAUNCHER:
+                check_prompts_in_rounds(server, expected)
             server.check_idle()
         OUTCOMES.setdefault(name, {})[worker] = "equal"
+
+
+def check_prompts_in_rounds(server: Server, expected: list[list[int]]) -> None:
+    """Prompts that arrive while another request decodes run beside its rounds, and are answered as alone."""
+    long = {"max_new_tokens": 250, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool, decoding(server, pool, PROMPTS[-1:], **long) as riders:
+        answers = server.generate_all(PROMPTS, len(PROMPTS), **TOKENS)
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert riders[0]["output_ids"][: len(expected[-1])] == expected[-1]
+    assert ran(server)["in_rounds"] > 0
 
 
 def requests_with_pictures(mark: str) -> list[tuple[str, dict]]:
