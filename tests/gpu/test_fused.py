@@ -17,7 +17,8 @@ from sglang_dflash.gpu.tiling_times import time_tilings
 from sglang_dflash.gpu.tilings import Tilings, tilings_of_process
 from tests.server.checks import accept_length, assert_same
 from tests.server.harness import CHOSEN_WORKERS, Server, running
-from tests.unit.targets import TARGETS, Blocks, difference, free_port, make_target, rank_of
+from tests.server.ports import free_port
+from tests.unit.targets import TARGETS, Blocks, difference, make_target, rank_of
 
 ROOT = Path(__file__).parents[2]
 # bfloat16 rounds by up to 0.4%, and a layer some ten times, at random; a norm, a residual or a rank that is

@@ -32,7 +32,8 @@ from sglang_dflash.gpu.targets import fused_body
 from sglang_dflash.gpu.tiling_times import time_tilings
 from sglang_dflash.gpu.tilings import tilings_of_process
 from sglang_dflash.round.verify_input import DFlashVerifyInput
-from tests.unit.targets import NOTHING, TARGETS, free_port, rank_of
+from tests.server.ports import free_port
+from tests.unit.targets import NOTHING, TARGETS, rank_of
 
 ROOT = Path(__file__).parents[2]
 WIDTH, CONTEXT, REPLAYS = 16, 400, 30

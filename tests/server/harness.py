@@ -8,26 +8,23 @@ what the tests run on.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import random
 import signal
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import requests
 
+from tests.server.ports import free_port
 from tests.server.processes import Launcher, Process, start
 
 ROOT = Path(__file__).parents[2]
@@ -142,41 +139,9 @@ def _launcher() -> Launcher:
     return Launcher(_shared, environment())
 
 
-_chosen: list[IO[str]] = []  # locks of ports
-
-
 def starter(by_itself: bool) -> Callable[..., Process]:
     """How a server is started: as a command, or on a CPU by a process that has its modules already."""
     return start if by_itself or DEVICE != "cpu" else _launcher().fork
-
-
-def free_port(count: int = 1) -> int:
-    """The first of so many in a row, below those that the system gives to clients, one of which could take it first.
-
-    A server listens seconds after its port was chosen: until this process ends, no other run of the tests chooses it.
-    """
-    while True:
-        first = random.SystemRandom().randrange(20000, 32000 - count)
-        ports = range(first, first + count)
-        marks = [mark for port in ports if (mark := _mark_of(port))]
-        if len(marks) == count:
-            _chosen.extend(marks)
-            return first
-        for mark in marks:
-            mark.close()
-
-
-def _mark_of(port: int) -> IO[str] | None:
-    """An open file that keeps other runs from a port; None if it is not free."""
-    folder = Path(tempfile.gettempdir()) / f"sglang-dflash-ports-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    mark = (folder / str(port)).open("w")
-    with socket.socket() as probe, suppress(OSError):
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        probe.bind(("127.0.0.1", port))
-        return mark
-    mark.close()
-    return None
 
 
 class Answers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,12 +98,6 @@ def rank_of(ranks: int, rank: int, port: int, device: str = "cpu") -> Iterator[N
     yield
     destroy_model_parallel()
     destroy_distributed_environment()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def make_target(

@@ -17,7 +17,8 @@ from sglang_dflash.gpu.rank_sums import RankSums
 from sglang_dflash.gpu.targets import can_fuse_target, fused_body
 from sglang_dflash.gpu.tilings import Tilings
 from sglang_dflash.round.fused_check import Way, first_right
-from tests.unit.targets import TARGETS, Blocks, difference, free_port, make_target, rank_of
+from tests.server.ports import free_port
+from tests.unit.targets import TARGETS, Blocks, difference, make_target, rank_of
 
 ROOT = Path(__file__).parents[2]
 ROWS, ROW_SIZE = 12, 128  # at least those of the blocks

@@ -10,26 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.server import harness
+from tests.server import harness, ports
 
 ANOTHER_RUN = """
 import random, sys
-from tests.server import harness
-ports = iter(map(int, sys.argv[1:]))
-random.SystemRandom.randrange = lambda *_: next(ports)
-print(harness.free_port())
+from tests.server import ports
+asked = iter(map(int, sys.argv[1:]))
+random.SystemRandom.randrange = lambda *_: next(asked)
+print(ports.free_port())
 """
 
 
 def test_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while nobody listens there yet."""
-    ports: Iterator[int] = iter([harness.free_port(), mine := harness.free_port()])
-    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(ports))
+    tried: Iterator[int] = iter([ports.free_port(), mine := ports.free_port()])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(tried))
     with pytest.raises(StopIteration):  # both are taken, by this run itself
-        harness.free_port()
+        ports.free_port()
     monkeypatch.undo()
-    other = harness.free_port()
-    harness._chosen.pop().close()  # as if that run had ended
+    other = ports.free_port()
+    ports._chosen.pop().close()  # as if that run had ended
     command = [sys.executable, "-c", ANOTHER_RUN, str(mine), str(other)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [str(other)]
@@ -37,23 +37,23 @@ def test_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chosen_for_ranks() -> None:
     """Where they meet is no port that the system gives to a client meanwhile; those of replicas follow it."""
-    given = harness.command(port=harness.free_port())
+    given = harness.command(port=ports.free_port())
     meet = int(given[given.index("--nccl-port") + 1])
     assert 20000 <= meet < 32000
-    assert meet in [int(Path(mark.name).name) for mark in harness._chosen]
-    given = harness.command("--dp-size", "2", port=harness.free_port())
+    assert meet in [int(Path(mark.name).name) for mark in ports._chosen]
+    given = harness.command("--dp-size", "2", port=ports.free_port())
     meet = int(given[given.index("--nccl-port") + 1])
-    assert [int(Path(mark.name).name) for mark in harness._chosen[-2:]] == [meet, meet + 1]
+    assert [int(Path(mark.name).name) for mark in ports._chosen[-2:]] == [meet, meet + 1]
 
 
 def test_chosen_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, or none: of a row with one that is taken the others stay free."""
-    row, other = harness.free_port(2), harness.free_port(2)
-    harness._chosen.pop(-4).close()  # the first of the row is free again
-    ports = iter([row, other])
-    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(ports))
+    row, other = ports.free_port(2), ports.free_port(2)
+    ports._chosen.pop(-4).close()  # the first of the row is free again
+    tried = iter([row, other])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(tried))
     with pytest.raises(StopIteration):
-        harness.free_port(2)
-    mark = harness._mark_of(row)
+        ports.free_port(2)
+    mark = ports._mark_of(row)
     assert mark is not None
     mark.close()
