@@ -1,0 +1,48 @@
+"""One clock for all requests that wait for their output.
+
+The release lets each wait end after some seconds, so that a request whose client has gone is noticed, and makes a task
+and a timer for it: for each part of each answer. Here one timer wakes all for whom nothing has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import ReqState
+
+
+class OutputClock:
+    """
+    Args:
+        seconds: after which a wait is over at the latest.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._waiting: dict[int, ReqState] = {}
+        self._due: asyncio.TimerHandle | None = None
+
+    async def output_of(self, state: ReqState) -> None:
+        """Waits until there is output of a request, for which nobody else waits.
+
+        Raises:
+            TimeoutError: the clock struck first.
+        """
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(self._seconds, self._strike)
+        self._waiting[id(state)] = state
+        try:
+            await state.event.wait()
+        finally:
+            del self._waiting[id(state)]
+        if not state.out_list:
+            state.event.clear()
+            raise TimeoutError
+
+    def _strike(self) -> None:
+        """The next who waits starts the clock again."""
+        self._due = None
+        for state in self._waiting.values():
+            state.event.set()

@@ -1,0 +1,98 @@
+"""Waits for output, which one clock ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.serving.output_clock import OutputClock
+
+
+def request() -> SimpleNamespace:
+    return SimpleNamespace(event=asyncio.Event(), out_list=[])
+
+
+def answer(state: SimpleNamespace, part: str) -> None:
+    state.out_list.append(part)
+    state.event.set()
+
+
+def test_output_ends_the_wait() -> None:
+    """That was there before, and that comes; the clock has nothing to strike for."""
+
+    async def run() -> None:
+        clock, state = OutputClock(0.05), request()
+        answer(state, "first")
+        await clock.output_of(state)
+        assert state.event.is_set() and state.out_list == ["first"]
+        state.event.clear()
+        state.out_list.clear()
+        waiting = asyncio.create_task(clock.output_of(state))
+        await asyncio.sleep(0)
+        answer(state, "second")
+        await waiting
+        state.event.clear()
+        await asyncio.sleep(0.1)
+        assert not state.event.is_set() and clock._due is None
+
+    asyncio.run(run())
+
+
+def test_the_clock_strikes_for_whom_nothing_has_come() -> None:
+    """Again and again, while others get their output."""
+
+    async def run() -> None:
+        clock, quiet, lively = OutputClock(0.1), request(), request()
+
+        async def parts() -> int:
+            begin = asyncio.get_running_loop().time()
+            got = 0
+            while asyncio.get_running_loop().time() < begin + 0.45:
+                asyncio.get_running_loop().call_later(0.01, answer, lively, "part")
+                with suppress(TimeoutError):
+                    await clock.output_of(lively)
+                    lively.event.clear()
+                got += len(lively.out_list)
+                lively.out_list.clear()
+            return got
+
+        asked = asyncio.create_task(parts())
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(clock.output_of(quiet), 0.3)
+            assert not quiet.event.is_set()
+        answer(quiet, "late")
+        await clock.output_of(quiet)
+        assert await asked > 10
+
+    asyncio.run(run())
+
+
+def test_output_with_the_stroke_is_not_lost() -> None:
+    async def run() -> None:
+        clock, state = OutputClock(60), request()
+        waiting = asyncio.create_task(clock.output_of(state))
+        await asyncio.sleep(0)
+        clock._strike()
+        answer(state, "part")
+        await waiting
+        assert state.event.is_set()
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_is_forgotten() -> None:
+    async def run() -> None:
+        clock, state = OutputClock(60), request()
+        waiting = asyncio.create_task(clock.output_of(state))
+        await asyncio.sleep(0)
+        assert clock._waiting
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not clock._waiting
+
+    asyncio.run(run())
