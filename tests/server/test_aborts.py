@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.server.harness import CHOSEN_WORKERS, Server, decodes, events, generate_body, running
 
 LONG = {"max_new_tokens": 600, "ignore_eos": True}
 BLOCKING = {"max_new_tokens": 1900, "ignore_eos": True}
 SLOTS = 4
+SOON = {
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"
+}  # seconds until clients without output are looked for
 
 
 @pytest.fixture(scope="module", params=CHOSEN_WORKERS)
@@ -22,7 +26,7 @@ def server(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
     """Few requests run at once, so that others wait."""
     log = logs / f"aborts-{request.param}.log"
     arguments = ("--max-running-requests", str(SLOTS))
-    with running(log, *arguments, worker=request.param) as started:
+    with running(log, *arguments, worker=request.param, **SOON) as started:
         yield started
 
 
@@ -138,3 +142,28 @@ def test_the_client_of_copies_goes_away(server: Server, prompts: list[str]) -> N
         assert time.monotonic() - started < 20
         time.sleep(0.02)
     assert time.monotonic() - started < 2
+
+
+def test_waiting_clients_go_away(
+    server: Server, pool: ThreadPoolExecutor, prompts: list[str]
+) -> None:
+    """Of answers in one piece, while others run on."""
+    slow = BLOCKING | {"temperature": 2.0}
+    staying = ask(pool, server, text=prompts[:SLOTS], rid="stays", sampling_params=slow)
+    wait_for(server, SLOTS)
+    body = generate_body(prompts[4], **LONG)
+
+    def leave() -> None:
+        with pytest.raises(requests.ReadTimeout):
+            requests.post(server.url + "/generate", json=body, timeout=0.5)
+
+    asked = [pool.submit(leave) for _ in range(2)]
+    wait_for(server, SLOTS + 2)
+    for each in asked:
+        each.result()
+    started = time.monotonic()
+    while server.load()["num_reqs"] > SLOTS:
+        assert time.monotonic() - started < 2
+        time.sleep(0.02)
+    abort(server, "stays")
+    assert staying.result() == ["abort"] * SLOTS
