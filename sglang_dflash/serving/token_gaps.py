@@ -1,7 +1,7 @@
 """Gaps between tokens are counted in memory, and written to the metrics ten times a second.
 
 The release adds each part of each answer to a histogram when it comes, which it looks up by name, and whose numbers are
-in a file that all processes share: a tenth of what a part costs the HTTP server.
+in a file that all processes share.
 """
 
 from __future__ import annotations
