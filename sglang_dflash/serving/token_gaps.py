@@ -32,11 +32,11 @@ class Tally:
         self._tokens[bisect_left(self._bounds, seconds / tokens)] += tokens
 
     def write(self) -> None:
+        """Once; what is observed after it belongs to another."""
         self._histogram._sum.inc(self._seconds)
         for bucket, tokens in zip(self._histogram._buckets, self._tokens, strict=True):
             if tokens:
                 bucket.inc(tokens)
-        self._tokens, self._seconds = [0] * len(self._bounds), 0.0
 
 
 class TalliedGaps(TokenizerMetricsCollector):
