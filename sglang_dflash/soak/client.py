@@ -60,7 +60,9 @@ class Client:
         return requests.get(f"{self.url}/get_load", timeout=TIMEOUT_S).json()[0]
 
     def flush(self) -> bool:
-        return requests.post(f"{self.url}/flush_cache", timeout=TIMEOUT_S).status_code == 200
+        """Waits for a prompt that is run in chunks, which the load does not count."""
+        flushed = requests.post(f"{self.url}/flush_cache?timeout=20", timeout=TIMEOUT_S)
+        return flushed.status_code == 200
 
     def _post(self, body: dict | bytes, **keywords: Any) -> requests.Response:
         data = body if isinstance(body, bytes) else json.dumps(body)

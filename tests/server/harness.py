@@ -231,15 +231,19 @@ class Server:
 
     def check_idle(self) -> None:
         """Every KV slot is free or evictable, then all are free; the server lives."""
-        self._wait_for_free_slots()
+        self.wait_until_idle()
         flush = self.post("/flush_cache?timeout=20")
         assert flush.status_code == 200, flush.text
-        self._wait_for_free_slots()
+        self.wait_until_idle()
         assert self.process.poll() is None, tail(self.log)
 
-    def _wait_for_free_slots(self) -> None:
-        """A health check, as a router asks each second, is a request too and has a slot for a moment."""
-        deadline = time.monotonic() + 20
+    def wait_until_idle(self, seconds: float = 20) -> None:
+        """Until nobody is there and every KV slot is free or evictable.
+
+        While a prompt is run in chunks the release's load counts its slots, but not its request. A health check, as a
+        router asks each second, is a request too.
+        """
+        deadline = time.monotonic() + seconds
         while (load := self.load())["num_reqs"] or load["num_tokens"]:
             assert time.monotonic() < deadline, f"requests stay, or KV slots leaked: {load}"
             time.sleep(0.05)

@@ -20,10 +20,7 @@ def test_client_goes_away_in_a_stream(dflash: Server, plain: Server, prompts: li
     body = generate_body(prompts[70], **LONG) | {"stream": True}
     with dflash.post("/generate", body, stream=True) as response:
         decodes(events(response))
-    deadline = time.monotonic() + 10
-    while dflash.load()["num_reqs"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert dflash.load()["num_reqs"] == 0
+    dflash.wait_until_idle(seconds=10)
     check(dflash, plain, prompts[70], max_new_tokens=30)
 
 
@@ -132,10 +129,7 @@ def test_clients_leave(chunked: Server, plain: Server, tokenizer, prompts: list[
             time.sleep(0.02)
         assert_same(stays.result(), plain.reference(prompts[109], max_new_tokens=60))
         assert not all([each.result() for each in left])
-    deadline = time.monotonic() + 20
-    while chunked.load()["num_reqs"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert chunked.load()["num_reqs"] == 0
+    chunked.wait_until_idle()
     check(chunked, plain, prompts[109], max_new_tokens=60)
 
 

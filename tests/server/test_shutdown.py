@@ -108,8 +108,7 @@ def test_sigterm(
     with started(logs, port, worker, by_itself, output) as server, ThreadPoolExecutor(1) as pool:
         check(server, plain, prompts[0], max_new_tokens=40)
         refuse_some(server, prompts)
-        while server.load()["num_reqs"]:  # one that was left is not one of the two below
-            time.sleep(0.02)
+        server.wait_until_idle()  # one that was left is not one of the two below
         kept = requests.Session()
         assert kept.get(f"{server.url}/get_model_info", timeout=10).status_code == 200
         stream = server.stream(prompts[1], **LONG)
