@@ -237,6 +237,13 @@ class Server:
         self.wait_until_idle()
         assert self.process.poll() is None, tail(self.log)
 
+    def wait_for_requests(self, least: int, seconds: float = 20) -> None:
+        """Until the scheduler has so many, running or waiting."""
+        deadline = time.monotonic() + seconds
+        while (asked := self.load()["num_reqs"]) < least and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert asked >= least
+
     def wait_until_idle(self, seconds: float = 20) -> None:
         """Until nobody is there and every KV slot is free or evictable.
 

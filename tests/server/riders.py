@@ -33,7 +33,15 @@ def decoding(
 
 
 def ran(server: Server) -> Counter[str]:
-    """Tokens of prompts, by way, all until now: beside rounds they are told a tenth of a second later."""
-    time.sleep(0.3)
+    """Tokens of prompts, by way, all until now: beside rounds they are told with one of the next rounds."""
+    before, deadline = counted(server)["rounds_total", ""], time.monotonic() + 20
+    while busy(server) and counted(server)["rounds_total", ""] == before:
+        assert time.monotonic() < deadline, "requests without a round"
+        time.sleep(0.05)
     counts = counted(server).items()
     return Counter({way: n for (name, way), n in counts if name == "prompt_rows_total"})
+
+
+def busy(server: Server) -> bool:
+    load = server.load()
+    return bool(load["num_reqs"] or load["num_tokens"])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from tests.server.harness import CHOSEN_WORKERS, Server, decodes, events, generate_body, running
 
 LONG = {"max_new_tokens": 600, "ignore_eos": True}
 BLOCKING = {"max_new_tokens": 1900, "ignore_eos": True}
+SLOW = BLOCKING | {"temperature": 2.0}
 SLOTS = 4
 SOON = {
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"
@@ -49,14 +51,6 @@ def ask(pool: ThreadPoolExecutor, server: Server, **body: Any) -> Future:
     return pool.submit(ends)
 
 
-def wait_for(server: Server, requests: int) -> None:
-    """Until the scheduler has so many, running or waiting."""
-    deadline = time.monotonic() + 20
-    while (asked := server.load()["num_reqs"]) < requests and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert asked >= requests
-
-
 def abort(server: Server, rid: str) -> None:
     assert server.post("/abort_request", {"rid": rid}).status_code == 200
 
@@ -64,8 +58,8 @@ def abort(server: Server, rid: str) -> None:
 def test_running(server: Server, pool: ThreadPoolExecutor, prompts: list[str]) -> None:
     """An id that only begins with the aborted one is another's."""
     other = ask(pool, server, **generate_body(prompts[1], **LONG), rid="ab")
-    own = ask(pool, server, **generate_body(prompts[0], **LONG), rid="a")
-    wait_for(server, 2)
+    own = ask(pool, server, **generate_body(prompts[0], **BLOCKING), rid="a")
+    server.wait_for_requests(2)
     abort(server, "a")
     assert own.result() == "abort"
     assert other.result() == "length"
@@ -76,10 +70,10 @@ def test_waiting(server: Server, pool: ThreadPoolExecutor, prompts: list[str]) -
         ask(pool, server, **generate_body(prompt, **BLOCKING), rid=f"runs-{number}")
         for number, prompt in enumerate(prompts[:SLOTS])
     ]
-    wait_for(server, SLOTS)
+    server.wait_for_requests(SLOTS)
     other = ask(pool, server, **generate_body(prompts[5], **LONG), rid="wait-10")
-    own = ask(pool, server, **generate_body(prompts[4], **LONG), rid="wait-1")
-    wait_for(server, SLOTS + 2)
+    own = ask(pool, server, **generate_body(prompts[4], **BLOCKING), rid="wait-1")
+    server.wait_for_requests(SLOTS + 2)
     abort(server, "wait-1")
     assert own.result() == "abort"
     assert not any(answer.done() for answer in running), "nothing had to wait"
@@ -92,8 +86,8 @@ def test_waiting(server: Server, pool: ThreadPoolExecutor, prompts: list[str]) -
 def test_copies(server: Server, pool: ThreadPoolExecutor, prompts: list[str]) -> None:
     """The id of a request with n above 1 means all of its copies."""
     other = ask(pool, server, **generate_body(prompts[1], **LONG), rid="nn")
-    own = ask(pool, server, **generate_body(prompts[0], n=3, **LONG), rid="n")
-    wait_for(server, 4)
+    own = ask(pool, server, **generate_body(prompts[0], n=3, **BLOCKING), rid="n")
+    server.wait_for_requests(4)
     abort(server, "n")
     assert own.result() == ["abort"] * 3
     assert other.result() == "length"
@@ -105,9 +99,9 @@ def test_copies_to_be(server: Server, pool: ThreadPoolExecutor, prompts: list[st
         ask(pool, server, **generate_body(prompt, **BLOCKING), rid=f"runs-{number}")
         for number, prompt in enumerate(prompts[:SLOTS])
     ]
-    wait_for(server, SLOTS)
-    own = ask(pool, server, **generate_body(prompts[5], n=3, **LONG), rid="n")
-    wait_for(server, SLOTS + 1)
+    server.wait_for_requests(SLOTS)
+    own = ask(pool, server, **generate_body(prompts[5], n=3, **BLOCKING), rid="n")
+    server.wait_for_requests(SLOTS + 1)
     abort(server, "n")
     assert own.result() == ["abort"] * 3
     assert not any(answer.done() for answer in running), "nothing had to wait"
@@ -119,49 +113,54 @@ def test_copies_of_a_batch(server: Server, pool: ThreadPoolExecutor, prompts: li
     """One of the ids of a batch means the copies of its prompt, which come first."""
     body = {"text": prompts[:2], "rid": ["p", "pq"], "sampling_params": {"n": 2, **LONG}}
     both = ask(pool, server, **body)
-    wait_for(server, 4)
+    server.wait_for_requests(4)
     abort(server, "p")
     assert both.result() == ["abort", "abort", "length", "length"]
 
 
 def test_batch(server: Server, pool: ThreadPoolExecutor, prompts: list[str]) -> None:
     """The one id of a batch means all of it; with a number, one of its prompts."""
-    for rid, ends in (("b_1", ["length", "abort", "length"]), ("b", ["abort"] * 3)):
-        batch = ask(pool, server, text=prompts[:3], rid="b", sampling_params=LONG)
-        wait_for(server, 3)
+    one, all_three = ["length", "abort", "length"], ["abort"] * 3
+    for rid, ends, sampling in (("b_1", one, LONG), ("b", all_three, BLOCKING)):
+        batch = ask(pool, server, text=prompts[:3], rid="b", sampling_params=sampling)
+        server.wait_for_requests(3)
         abort(server, rid)
         assert batch.result() == ends
 
 
-def test_the_client_of_copies_goes_away(server: Server, prompts: list[str]) -> None:
-    body = generate_body(prompts[0], n=3, **BLOCKING) | {"stream": True}
+def test_the_client_of_copies_goes_away(
+    server: Server, pool: ThreadPoolExecutor, prompts: list[str]
+) -> None:
+    """Long before they would have ended: before another that began with them."""
+    staying = ask(pool, server, **generate_body(prompts[1], **SLOW), rid="stays")
+    server.wait_for_requests(1)
+    body = generate_body(prompts[0], n=3, **SLOW) | {"stream": True}
     with server.post("/generate", body, stream=True) as response:
         decodes(events(response))
-    started = time.monotonic()
-    server.wait_until_idle()
-    assert time.monotonic() - started < 2
+    until_others_left(server, 1, staying)
+    abort(server, "stays")
+    assert staying.result() == "abort"
 
 
 def test_waiting_clients_go_away(
     server: Server, pool: ThreadPoolExecutor, prompts: list[str]
 ) -> None:
     """Of answers in one piece, while others run on."""
-    slow = BLOCKING | {"temperature": 2.0}
-    staying = ask(pool, server, text=prompts[:SLOTS], rid="stays", sampling_params=slow)
-    wait_for(server, SLOTS)
-    body = generate_body(prompts[4], **LONG)
-
-    def leave() -> None:
-        with pytest.raises(requests.ReadTimeout):
-            requests.post(server.url + "/generate", json=body, timeout=0.5)
-
-    asked = [pool.submit(leave) for _ in range(2)]
-    wait_for(server, SLOTS + 2)
-    for each in asked:
-        each.result()
-    started = time.monotonic()
-    while server.load()["num_reqs"] > SLOTS:
-        assert time.monotonic() - started < 2
-        time.sleep(0.02)
+    staying = ask(pool, server, text=prompts[:SLOTS], rid="stays", sampling_params=SLOW)
+    server.wait_for_requests(SLOTS)
+    leaving = [HTTPConnection(server.url.removeprefix("http://"), timeout=20) for _ in range(2)]
+    body = json.dumps(generate_body(prompts[4], **LONG))
+    for connection in leaving:
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+    server.wait_for_requests(SLOTS + 2)
+    for connection in leaving:
+        connection.close()
+    until_others_left(server, SLOTS, staying)
     abort(server, "stays")
     assert staying.result() == ["abort"] * SLOTS
+
+
+def until_others_left(server: Server, stay: int, staying: Future) -> None:
+    while server.load()["num_reqs"] > stay:
+        assert not staying.done(), "they stayed as long"
+        time.sleep(0.02)

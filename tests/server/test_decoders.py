@@ -31,6 +31,7 @@ from tests.unit.wrappers import VOCABULARY, WRAPPERS, clip, data_url, picture, w
 TABLE, HEAD = ROOT / "docs" / "targets.md", "| target | "
 TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
 LONG = {"max_new_tokens": 250, "ignore_eos": True}  # while others arrive
+ATTEMPTS = 8  # they may all arrive at once, or when it has ended
 PROMPTS = [[(7 * n + 31 * i) % 300 + 5 for i in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34)]
 # And the passes over prompts and blocks that a GPU captures.
 PASSES = (
@@ -107,11 +108,14 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
 
 def check_prompts_in_rounds(server: Server, expected: list[list[int]]) -> None:
     """Prompts that arrive while another request decodes run beside its rounds, and are answered as alone."""
-    with ThreadPoolExecutor(1) as pool, decoding(server, pool, PROMPTS[-1:], **LONG) as riders:
-        answers = server.generate_all(PROMPTS, len(PROMPTS), **TOKENS)
-    assert [answer["output_ids"] for answer in answers] == expected
-    assert riders[0]["output_ids"][: len(expected[-1])] == expected[-1]
-    assert ran(server)["in_rounds"] > 0
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(1) as pool, decoding(server, pool, PROMPTS[-1:], **LONG) as riders:
+            answers = server.generate_all(PROMPTS, len(PROMPTS), **TOKENS)
+        assert [answer["output_ids"] for answer in answers] == expected
+        assert riders[0]["output_ids"][: len(expected[-1])] == expected[-1]
+        if ran(server)["in_rounds"]:
+            return
+    pytest.fail("no prompt ran beside a round")
 
 
 def requests_with_pictures(mark: str) -> list[tuple[str, dict]]:
@@ -272,10 +276,13 @@ def check_media_in_rounds(
     server: Server, asked: list[tuple[str, dict]], expected: list[Any]
 ) -> None:
     """Prompts with pictures that arrive while another request decodes."""
-    with ThreadPoolExecutor(len(asked) + 1) as pool, decoding(server, pool, ["Carla"], **LONG):
-        answers = list(pool.map(lambda request: ask(server, *request)[0], asked))
-    assert answers == expected
-    assert ran(server)["in_rounds"] > 0
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(len(asked) + 1) as pool, decoding(server, pool, ["Carla"], **LONG):
+            answers = list(pool.map(lambda request: ask(server, *request)[0], asked))
+        assert answers == expected
+        if ran(server)["in_rounds"]:
+            return
+    pytest.fail("no prompt ran beside a round")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.test import kl_test_utils
+from sglang.test.kits import abort_timeout_kit
 from sglang.test.kits.abort_timeout_kit import (
     AbortAllMixin,
     RunningTimeoutTwoWaveMixin,
@@ -58,7 +60,7 @@ def run_kit(kit: type, server: Server, **attributes: Any) -> unittest.TestResult
     ("kit", "attributes"),
     [
         # The target's context ends at 2,048 tokens.
-        (AbortAllMixin, {"abort_all_max_new_tokens": 1900, "abort_all_sleep": 1}),
+        (AbortAllMixin, {"abort_all_max_new_tokens": 1900}),
         (RegexConstrainedMixin, {}),
         (EBNFConstrainedMixin, {}),
         (JSONConstrainedMixin, {}),
@@ -66,7 +68,10 @@ def run_kit(kit: type, server: Server, **attributes: Any) -> unittest.TestResult
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_kit(dflash: Server, kit: type, attributes: dict) -> None:
+def test_kit(dflash: Server, kit: type, attributes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The kit that aborts waits for its requests by sleeping.
+    arrive = SimpleNamespace(sleep=lambda _: dflash.wait_for_requests(32))
+    monkeypatch.setattr(abort_timeout_kit, "time", arrive)
     run_kit(kit, dflash, **attributes)
 
 
@@ -96,15 +101,16 @@ def test_radix_tree(dflash: Server) -> None:
 # Who waits is the scheduler's business whatever the worker; who runs has slots that a worker reserved.
 def test_waiting_timeout(logs: Path) -> None:
     arguments = ("--max-running-requests", "1")
-    variables = {"SGLANG_REQ_WAITING_TIMEOUT": "0.01"}
+    variables = {"SGLANG_REQ_WAITING_TIMEOUT": "0.5"}
     with running(logs / "waiting.log", *arguments, worker=CHOSEN_WORKERS[0], **variables) as server:
-        run_kit(WaitingTimeoutMixin, server)
+        run_kit(WaitingTimeoutMixin, server, waiting_timeout_max_new_tokens=1900)
         server.check_idle()
 
 
 @pytest.mark.parametrize("worker", CHOSEN_WORKERS)
 def test_running_timeout(worker: str, logs: Path) -> None:
     variables = {"SGLANG_REQ_RUNNING_TIMEOUT": "1"}
-    with running(logs / f"running-{worker}.log", worker=worker, **variables) as server:
+    log, unasked = logs / f"running-{worker}.log", "--skip-server-warmup"  # it has no longer either
+    with running(log, unasked, worker=worker, **variables) as server:
         run_kit(RunningTimeoutTwoWaveMixin, server, running_timeout_sleep=0.5)
         server.check_idle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,15 @@ def compare(tmp_path: Path) -> Compare:
         return status, json.loads(path.read_text()) if path.exists() else {}
 
     return run
+
+
+def passes(compare: Compare, *arguments: Any) -> dict:
+    """The report of one that passes. Of right servers one in some hundreds fails by chance, two hardly ever."""
+    status, report = compare(*arguments)
+    if status == FAILED:
+        status, report = compare(*arguments)
+    assert status == PASSED
+    return report
 
 
 def urls(speculative: Server, plain: Server) -> tuple[str, ...]:
@@ -171,8 +181,7 @@ def test_biased_sampler_fails(
 
 @pytest.mark.parametrize("size", [QUARTER, FULL], ids=["quarter", "full"])
 def test_plain_sampling_passes(plain: Server, compare: Compare, size: tuple[str, ...]) -> None:
-    status, report = compare(OPENINGS, *urls(plain, plain), "--any-server", *size)
-    assert status == PASSED
+    report = passes(compare, OPENINGS, *urls(plain, plain), "--any-server", *size)
     for arm in ("null", "test"):
         # 1 or 4 cells with 8 tokens, 7 pairs and 3 of whole runs; each opening fixes a token or two.
         assert report["sampling"][arm]["hypotheses"] > (12 if size is QUARTER else 50)
@@ -181,16 +190,14 @@ def test_plain_sampling_passes(plain: Server, compare: Compare, size: tuple[str,
 @mostly_on(-1)
 @pytest.mark.parametrize("size", [QUARTER, FULL], ids=["quarter", "full"])
 def test_sampling(dflash: Server, plain: Server, compare: Compare, size: tuple[str, ...]) -> None:
-    status, report = compare(OPENINGS, *urls(dflash, plain), *size)
-    assert status == PASSED
+    report = passes(compare, OPENINGS, *urls(dflash, plain), *size)
     assert all(length > 1 for length in report["sampling"]["accept_lengths"])
 
 
 @mostly_on(-1)
 def test_sampling_of_accepted_drafts(dflash: Server, plain: Server, compare: Compare) -> None:
     """Where most tokens are drafts that the target drew as well."""
-    status, report = compare(PROBLEMS, *urls(dflash, plain), *DRAFTED)
-    assert status == PASSED
+    report = passes(compare, PROBLEMS, *urls(dflash, plain), *DRAFTED)
     assert min(report["sampling"]["accept_lengths"]) > 4
     assert report["sampling"]["test"]["hypotheses"] > 40
 

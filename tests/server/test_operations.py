@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.server.checks import assert_same, assert_speculated, check
-from tests.server.harness import TARGET, Server, generate_body, mostly_on
+from tests.server.harness import TARGET, Server, decodes, generate_body, mostly_on
 
 
 def post(server: Server, path: str, **body: object) -> dict:
@@ -25,31 +25,30 @@ def post(server: Server, path: str, **body: object) -> dict:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(dflash: Server, plain: Server, prompts: list[str], mode: str) -> None:
     """Requests that are paused in the middle give what they would have given."""
-    long = {"max_new_tokens": 300, "ignore_eos": True}
+    long = {"max_new_tokens": 600, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(dflash.generate, prompt, **long) for prompt in prompts[40:44]]
-        time.sleep(0.4)
+        streams = [dflash.stream(prompt, **long) for prompt in prompts[40:44]]
+        list(pool.map(decodes, streams))
+        asked = [pool.submit(list, stream) for stream in streams]
         post(dflash, "/pause_generation", mode=mode)
         time.sleep(0.5)
         assert not any(answer.done() for answer in asked), "paused too late to show anything"
         post(dflash, "/continue_generation")
-        answers = [answer.result() for answer in asked]
+        answers = [answer.result()[-1] for answer in asked]
     for prompt, answer in zip(prompts[40:44], answers, strict=True):
         assert_same(answer, plain.reference(prompt, **long))
         assert_speculated(answer)
 
 
 def test_pause_that_aborts(dflash: Server, plain: Server, prompts: list[str]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        body = generate_body(prompts[44], max_new_tokens=1500, ignore_eos=True)
-        asked = pool.submit(dflash.post, "/generate", body)
-        time.sleep(0.4)
+    stream = dflash.stream(prompts[44], max_new_tokens=1500, ignore_eos=True)
+    decodes(stream)
+    try:
         post(dflash, "/pause_generation", mode="abort")
-        ended = asked.result()
-    post(dflash, "/continue_generation")
-    assert ended.status_code != 200 or (
-        ended.json()["meta_info"]["finish_reason"]["type"] == "abort"
-    )
+        *_, last = stream
+    finally:
+        post(dflash, "/continue_generation")
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
     check(dflash, plain, prompts[44], max_new_tokens=30)
 
 
@@ -73,9 +72,11 @@ def updated(
     """Both servers with other weights for a while; gives an answer from before."""
     before = plain.generate(prompts[0], max_new_tokens=100)
     for server in (dflash, plain):
+        server.wait_until_idle()
         assert post(server, "/update_weights_from_disk", model_path=str(other_weights))["success"]
     yield before
     for server in (dflash, plain):
+        server.wait_until_idle()
         assert post(server, "/update_weights_from_disk", model_path=str(TARGET))["success"]
 
 

@@ -35,6 +35,7 @@ pytestmark = needs_gpus(2)
 BOTH = ("0", "1")
 ARGUMENTS = ("--dp-size", str(len(BOTH)), "--enable-metrics")
 LONG = {"max_new_tokens": 600, "ignore_eos": True}
+ENDLESS = LONG | {"max_new_tokens": 1900}  # what is aborted or killed
 FIRST, SECOND = CHOSEN_WORKERS[0], CHOSEN_WORKERS[-1]
 END_SECONDS = 20
 
@@ -101,9 +102,9 @@ def test_abort(server: Server, prompts: list[str]) -> None:
         with ThreadPoolExecutor(2) as pool:
             asked = {
                 rid: pool.submit(
-                    server.post, "/generate", on(rid, prompts[0], **LONG) | {"rid": rid}
+                    server.post, "/generate", on(rid, prompts[0], **sampling) | {"rid": rid}
                 )
-                for rid in BOTH
+                for rid, sampling in ((replica, ENDLESS), (other, LONG))
             }
             wait_for_requests(server, 1)
             assert server.post("/abort_request", {"rid": replica}).status_code == 200
@@ -121,10 +122,10 @@ def test_flush_cache(server: Server, prompts: list[str]) -> None:
             server.post("/generate", on(replica, prompts[1], max_new_tokens=20))
             body = on(replica, prompts[1], max_new_tokens=20)
             if not cached:
-                assert server.post("/flush_cache").status_code == 200
+                assert server.post("/flush_cache?timeout=20").status_code == 200
             meta = server.post("/generate", body).json()["meta_info"]
             assert (meta["cached_tokens"] > 0) == cached
-    assert server.post("/flush_cache").status_code == 200
+    assert server.post("/flush_cache?timeout=20").status_code == 200
     assert [load["num_tokens"] for load in loads(server).values()] == [0, 0]
 
 
@@ -182,7 +183,7 @@ def test_a_replica_is_killed(logs: Path, prompts: list[str], by_itself: bool) ->
     log = logs / f"replicas-killed-{by_itself}.log"
     with running(log, *ARGUMENTS, worker=SECOND, by_itself=by_itself) as server:
         with server.post(
-            "/generate", on("0", prompts[0], **LONG) | {"stream": True}, stream=True
+            "/generate", on("0", prompts[0], **ENDLESS) | {"stream": True}, stream=True
         ) as response:
             stream = events(response)
             next(stream)

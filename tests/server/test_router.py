@@ -145,7 +145,8 @@ def test_a_client_goes_away(routed: Routed, prompts: list[str]) -> None:
     body = generate_body(prompts[0], **LONGER) | {"stream": True}
     with routed.router.post("/generate", body, stream=True) as response:
         decodes(events(response))
-        assert sum(server.load()["num_reqs"] for server in routed.servers) == 1
+        # The router's health checks are requests, too.
+        assert any(server.load()["num_reqs"] for server in routed.servers)
     for server in routed.servers:
         server.check_idle()
 

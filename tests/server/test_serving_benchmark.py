@@ -159,8 +159,9 @@ def test_traffic_that_changes(tmp_path: Path, dflash: Server) -> None:
     [row] = rows(output)
     assert row["phases"] == ["chat c=1", "gsm8k sampled c=4", "chat c=1"]
     assert all(rate > 0 for rate in row["at_first_tok_s"] + row["later_tok_s"])
-    most = [at for at, requests in running if requests == 4]
-    assert most and max(requests for _, requests in running) == 4
+    # One that has its answer may still be among them when the next one comes.
+    most = [at for at, requests in running if requests >= 4]
+    assert most
     alone = [requests for at, requests in running if at < most[0] and requests]
     assert alone and alone.count(1) > len(alone) / 2
     # Three of the four ask no more, however long their last answers take on a busy machine.

@@ -124,13 +124,6 @@ def test_conversations(server: Server, plain: Server, turns: list[list[int]]) ->
         list(pool.map(talk, range(SESSIONS)))
 
 
-def wait_for(server: Server, requests: int) -> None:
-    deadline = time.monotonic() + 20
-    while (asked := server.load()["num_reqs"]) < requests and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert asked >= requests
-
-
 def stays(conversation: Conversation, plain: Server, prompt: list[int], turn: list[int]) -> None:
     """After a turn that was aborted, the next has all of it before itself, and answers right."""
     context = [*conversation.tokens, *prompt]
@@ -160,7 +153,7 @@ def test_abort(
     with ThreadPoolExecutor(1) as pool:
         streamed = pool.submit(lambda: server.post("/generate", body, stream=True))
         if chunks == 0:
-            wait_for(server, 1)
+            server.wait_for_requests(1)
             assert server.post("/abort_request", {"rid": body["rid"]}).status_code == 200
         seen = []
         for number, event in enumerate(events(streamed.result()), start=1):
@@ -198,9 +191,9 @@ def test_abort_in_the_queue(
     with ThreadPoolExecutor(SESSIONS + 1) as pool:
         bodies = [generate_body(prompt, **BLOCKING) for prompt in turns[20 : 20 + SESSIONS]]
         others = [pool.submit(server.post, "/generate", body) for body in bodies]
-        wait_for(server, SESSIONS)
+        server.wait_for_requests(SESSIONS)
         own = pool.submit(server.post, "/generate", conversation.body(turns[18]) | {"rid": "waits"})
-        wait_for(server, SESSIONS + 1)
+        server.wait_for_requests(SESSIONS + 1)
         assert server.post("/abort_request", {"rid": "waits"}).status_code == 200
         assert own.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
         assert not any(other.done() for other in others), "nothing had to wait"
@@ -243,7 +236,7 @@ def test_a_turn_before_the_last_one_ended(
     with ThreadPoolExecutor(1) as pool:
         body = conversation.body(turns[35], **BLOCKING) | {"rid": "first"}
         running = pool.submit(server.post, "/generate", body)
-        wait_for(server, 1)
+        server.wait_for_requests(1)
         response = server.post("/generate", conversation.body(turns[36]))
         assert response.status_code == 400
         assert "is still answering request first" in response.text
@@ -257,19 +250,24 @@ def test_closed_while_a_turn_runs(
     server: Server, plain: Server, turns: list[list[int]], before: int
 ) -> None:
     """The turn goes on to its end, and leaves nothing."""
-    conversation = Conversation(server)
-    for prompt in turns[38 : 38 + before]:
-        conversation.check(plain, prompt, max_new_tokens=20)
-    with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(
-            conversation.check, plain, turns[40], max_new_tokens=250, ignore_eos=True
-        )
-        wait_for(server, 1)
-        conversation.close()
-        other = pool.submit(server.generate, turns[41])
-        assert not running.done(), "it ended before the session did"
-        running.result()
-        assert_same(other.result(), plain.reference(turns[41]), plain, turns[41])
+    for _ in range(5):  # it may end before the session does
+        conversation = Conversation(server)
+        for prompt in turns[38 : 38 + before]:
+            conversation.check(plain, prompt, max_new_tokens=20)
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(
+                conversation.check, plain, turns[40], max_new_tokens=250, ignore_eos=True
+            )
+            while not server.load()["num_reqs"] and not running.done():
+                time.sleep(0.01)
+            conversation.close()
+            other = pool.submit(server.generate, turns[41])
+            shown = not running.done()
+            running.result()
+            assert_same(other.result(), plain.reference(turns[41]), plain, turns[41])
+        if shown:
+            return
+    pytest.fail("each turn ended before its session did")
 
 
 def test_all_sessions_are_open(server: Server, plain: Server, turns: list[list[int]]) -> None:
@@ -292,7 +290,7 @@ def test_all_sessions_are_open(server: Server, plain: Server, turns: list[list[i
 def test_flush(conversation: Conversation, plain: Server, turns: list[list[int]]) -> None:
     """What sessions keep is forgotten, not what was said."""
     conversation.check(plain, turns[26], max_new_tokens=20)
-    assert conversation.server.post("/flush_cache").status_code == 200
+    assert conversation.server.post("/flush_cache?timeout=20").status_code == 200
     assert (
         conversation.check(plain, turns[27], max_new_tokens=20)["meta_info"]["cached_tokens"] == 0
     )

@@ -22,7 +22,8 @@ from tests.server.checks import assert_same, assert_speculated, check
 from tests.server.harness import CHOSEN_WORKERS, EACH_WAY, Server, free_port, group_lives, running
 
 END_SECONDS = 20  # of which the release waits 2 for clients that may have left
-LONG = {"max_new_tokens": 300, "ignore_eos": True}
+LONG = {"max_new_tokens": 600, "ignore_eos": True}
+ENDLESS = LONG | {"max_new_tokens": 1900}  # what is killed
 
 # Which worker does not matter to most of this, so they take turns.
 COMMAND = [pytest.mark.long, pytest.mark.command]
@@ -69,7 +70,7 @@ def test_killed(
     """Requests get an end, not silence, and whoever started the server sees a status that is not 0."""
     with started(logs, port, worker, by_itself) as server:
         check(server, plain, prompts[0], max_new_tokens=40)
-        stream = server.stream(prompts[1], **LONG)
+        stream = server.stream(prompts[1], **ENDLESS)
         next(stream)
         if victim == "everything":
             os.killpg(server.process.pid, signal.SIGKILL)
@@ -114,13 +115,13 @@ def test_sigterm(
         stream = server.stream(prompts[1], **LONG)
         next(stream)
         whole = pool.submit(server.generate, prompts[2], **LONG)
-        while server.load()["num_reqs"] < 2:
-            time.sleep(0.02)
+        server.wait_for_requests(2)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
         for client in (kept, requests.Session()):
             with pytest.raises(requests.ConnectionError):
-                client.get(f"{server.url}/get_model_info", timeout=10)
+                for _ in range(50):  # it is a moment until the signal is heard
+                    client.get(f"{server.url}/get_model_info", timeout=10)
+                    time.sleep(0.02)
         answers = {prompts[1]: list(stream)[-1], prompts[2]: whole.result()}
         for prompt, answer in answers.items():
             assert_same(answer, plain.reference(prompt, **LONG), plain, prompt)

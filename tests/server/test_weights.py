@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from tests.server.harness import (
     RANKS,
     TARGET,
     Server,
+    decodes,
     free_port,
     generate_body,
     running,
@@ -70,8 +70,10 @@ def folder(others: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answered(_plain: Server, folder: Path, prompts: list[str]) -> Iterator[dict[str, list[dict]]]:
     """What plain decoding says with the target's own weights, and with others."""
     first = _plain.generate_all(prompts[:6], 3, **ASKED)
+    _plain.wait_until_idle()
     assert updated(_plain, "disk", model_path=str(folder))[0]
     second = _plain.generate_all(prompts[:6], 3, **ASKED)
+    _plain.wait_until_idle()
     assert updated(_plain, "disk", model_path=str(TARGET))[0]
     assert all(a["output_ids"] != b["output_ids"] for a, b in zip(first, second, strict=True))
     return {"own": first, "others": second}
@@ -212,16 +214,16 @@ def test_refused_tags(server: Server) -> None:
 
 def test_release_while_requests_run(server: Server, prompts: list[str], answered: dict) -> None:
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.generate, prompts[0], max_new_tokens=1500, ignore_eos=True)
-        time.sleep(0.5)
-        assert not asked.done()
+        stream = server.stream(prompts[0], max_new_tokens=1500, ignore_eos=True)
+        decodes(stream)
+        asked = pool.submit(list, stream)
         told = refused(server, "/release_memory_occupation", {})
         assert told.startswith("Memory cannot be released while requests run (1) or wait (0): let")
         assert server.post("/pause_generation", {"mode": "in_place"}).status_code == 200
         ok, told = updated(server, "disk", model_path=str(TARGET))
         assert not ok and told.startswith("K/V of the old weights cannot be flushed while")
         assert server.post("/continue_generation", {}).status_code == 200
-        answer = asked.result()["output_ids"]
+        answer = asked.result()[-1]["output_ids"]
     first = answered["own"][0]["output_ids"]
     assert answer[: len(first)] == first
     # Right after their last tokens, when a round in vain may still run.
