@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from tests.unit.wrappers import VOCABULARY, WRAPPERS, clip, data_url, picture, w
 TABLE, HEAD = ROOT / "docs" / "targets.md", "| target | "
 TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
 LONG = {"max_new_tokens": 250, "ignore_eos": True}  # while others arrive
-ATTEMPTS = 8  # they may all arrive at once, or when it has ended
 PROMPTS = [[(7 * n + 31 * i) % 300 + 5 for i in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34)]
 # And the passes over prompts and blocks that a GPU captures.
 PASSES = (
@@ -108,11 +107,20 @@ def test_equal(name: str, drafter: Path, tmp_path: Path, logs: Path) -> None:
 
 def check_prompts_in_rounds(server: Server, expected: list[list[int]]) -> None:
     """Prompts that arrive while another request decodes run beside its rounds, and are answered as alone."""
-    for _ in range(ATTEMPTS):
+
+    def ask_all() -> None:
         with ThreadPoolExecutor(1) as pool, decoding(server, pool, PROMPTS[-1:], **LONG) as riders:
             answers = server.generate_all(PROMPTS, len(PROMPTS), **TOKENS)
         assert [answer["output_ids"] for answer in answers] == expected
         assert riders[0]["output_ids"][: len(expected[-1])] == expected[-1]
+
+    until_prompts_ride(server, ask_all)
+
+
+def until_prompts_ride(server: Server, ask_all: Callable[[], None]) -> None:
+    """They may all arrive at once, or when the request that decodes has ended."""
+    for _ in range(8):
+        ask_all()
         if ran(server)["in_rounds"]:
             return
     pytest.fail("no prompt ran beside a round")
@@ -276,13 +284,13 @@ def check_media_in_rounds(
     server: Server, asked: list[tuple[str, dict]], expected: list[Any]
 ) -> None:
     """Prompts with pictures that arrive while another request decodes."""
-    for _ in range(ATTEMPTS):
+
+    def ask_all() -> None:
         with ThreadPoolExecutor(len(asked) + 1) as pool, decoding(server, pool, ["Carla"], **LONG):
             answers = list(pool.map(lambda request: ask(server, *request)[0], asked))
         assert answers == expected
-        if ran(server)["in_rounds"]:
-            return
-    pytest.fail("no prompt ran beside a round")
+
+    until_prompts_ride(server, ask_all)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -68,7 +68,7 @@ def test_the_clock_strikes_for_whom_nothing_has_come() -> None:
         over.set()
         assert await asked > 0
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))  # a clock that never strikes would be waited for
 
 
 def test_output_with_the_stroke_is_not_lost() -> None:
