@@ -1,0 +1,173 @@
+"""Shapes of published models in full size, with weights that nobody trained: 200 answers are those of plain decoding.
+
+A card holds one server at a time, so the plain one says of each of its tokens what it found about as likely, and ends.
+On an H200: DFLASH_TEST_DEVICE=cuda DFLASH_TEST_MEMORY=0.85 DFLASH_TEST_WORKERS=v2 pytest tests/gpu/test_shapes.py -s
+
+`python -m tests.gpu.tiny_shapes` runs the same on a CPU, with fewer and narrower rows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark.shapes import SHAPES, Shape, write_pair
+from sglang_dflash.checkpoint.formats.weights import expected_weights
+from sglang_dflash.checkpoint.load import load_config
+from tests.gpu.filled import MASK
+from tests.server.checks import accept_length
+from tests.server.harness import CHOSEN_WORKERS, DEVICE, Server, generate_body, running
+from tests.unit.drafters import save, zlab_config
+
+pytestmark = pytest.mark.long
+
+NAMES = (
+    "gpt-oss-20b",
+    "qwen3.5-27b",
+    "qwen3.5-35b-a3b",
+    "deepseek-v2-lite",
+    "gemma-3-12b",
+    "qwen3-8b-fp8",
+)
+# What `fill` takes for targets whose residuals go other ways: Gemma normalizes what attention finds in a long context,
+# so that it changes little from token to token, and DeepSeek's ends larger.
+REPEATS = {"gemma-3-12b": "0.4", "deepseek-v2-lite": "1.6"}
+COUNT, ALONE, AT_ONCE = 200, 10, 32
+TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
+# Of the tokens that plain decoding found likeliest it tells so many.
+TOLD = 5
+# nat; a token's logit varies by 1.5, or by 3 if its row is long. bfloat16 has steps of a sixteenth there.
+TIE = 0.5 if DEVICE == "cuda" else 0.001
+COMMON = (
+    *("--load-format", "dummy", "--skip-tokenizer-init"),
+    *("--max-running-requests", str(AT_ONCE), "--max-total-tokens", "20000"),
+)
+ON_GPUS = ("--cuda-graph-max-bs", str(AT_ONCE), "--speculative-dflash-verify", "auto")
+LAUNCHER = ("tests.gpu.filled_server",)
+# The release's check of slots while requests run knows no states; its check of an idle server does.
+ONCE_IDLE = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal(name: str, tmp_path: Path, logs: Path) -> None:
+    check(name, SHAPES[name], tmp_path, logs, *ON_GPUS)
+
+
+def check(
+    name: str, shape: Shape, folder: Path, logs: Path, *arguments: str, **variables: str
+) -> None:
+    """Some alone, then all at once; what was seen is printed.
+
+    Args:
+        arguments, variables: of all servers.
+    """
+    target, _ = write_pair(shape, folder)
+    drafter = write_repeater(folder / "repeater", shape)
+    prompts = random_prompts(shape.target["vocab_size"])
+    given = (*COMMON, *arguments, "--model-path", str(target))
+    more: dict[str, Any] = {"launcher": LAUNCHER, "by_itself": True} | ONCE_IDLE | variables
+    if name in REPEATS:
+        more["DFLASH_TEST_REPEAT"] = REPEATS[name]
+    with running(logs / f"{name}-plain.log", *given, **more) as plain:
+        expected = ask(plain, prompts, AT_ONCE, return_logprob=True, top_logprobs_num=TOLD)
+    check_varied(name, [answer["output_ids"] for answer in expected])
+    given += ("--speculative-draft-model-path", str(drafter))
+    given += ("--speculative-draft-load-format", "auto")  # the target's alone are dummies
+    for worker in CHOSEN_WORKERS:
+        with running(logs / f"{name}-{worker}.log", *given, worker=worker, **more) as server:
+            compare(f"{name} {worker} alone", ask(server, prompts[:ALONE], 1), expected)
+            compare(f"{name} {worker}", ask(server, prompts, AT_ONCE), expected)
+            server.check_idle()
+
+
+def random_prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(0)
+    lengths = [rng.randint(8, 120) for _ in range(COUNT)]
+    return [[rng.randrange(MASK + 1, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def ask(server: Server, prompts: Sequence[list[int]], at_once: int, **more: Any) -> list[dict]:
+    def answer(prompt: list[int]) -> dict:
+        response = server.post("/generate", generate_body(prompt, **TOKENS) | more)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(answer, prompts))
+
+
+def check_varied(name: str, answers: list[list[int]]) -> None:
+    """What would be the same whatever a server did tells nothing."""
+    different, kinds = len(set(map(tuple, answers))), [len(set(ids)) for ids in answers]
+    again = sum(a == b for ids in answers for a, b in zip(ids, ids[1:], strict=False))
+    said = {token for ids in answers for token in ids}
+    print(
+        f"\n{name} plain: {different} different answers, {sum(kinds) / len(kinds):.1f} different tokens in one, "
+        f"{len(said)} in all; {again / sum(len(ids) - 1 for ids in answers):.0%} are the one before again"
+    )
+    assert different > len(answers) / 2
+    assert sum(kind > 2 for kind in kinds) > len(kinds) / 2
+
+
+def compare(name: str, answers: list[dict], expected: list[dict]) -> None:
+    """Answers leave plain decoding's at ties alone."""
+    gaps = [
+        gap
+        for answer, its in zip(answers, expected, strict=False)
+        if (gap := gap_where_left(answer["output_ids"], its)) is not None
+    ]
+    length, wrong = accept_length(answers), sum(gap > TIE for gap in gaps)
+    print(
+        f"{name}: of {len(answers)} answers {len(answers) - len(gaps)} are the same, {len(gaps) - wrong} left at a "
+        f"tie, {wrong} elsewhere; largest gap {max(gaps, default=0):.3f} nat; accept length {length:.2f}"
+    )
+    assert not wrong, sorted(gaps)[-wrong:]
+    assert len(gaps) <= len(answers) / 2
+    assert length > 1.1
+
+
+def gap_where_left(ids: list[int], expected: dict) -> float | None:
+    """By how much plain decoding found the first other token less likely than its own; None if there is no other."""
+    its = expected["output_ids"]
+    assert len(ids) == len(its)
+    left = (at for at, (mine, other) in enumerate(zip(ids, its, strict=True)) if mine != other)
+    if (at := next(left, None)) is None:
+        return None
+    there = expected["meta_info"]["output_top_logprobs"][at]
+    told = {token: chance for chance, token, *_ in there}
+    return told[its[at]] - told.get(ids[at], -math.inf)
+
+
+def write_repeater(folder: Path, shape: Shape) -> Path:
+    """Writes a drafter that drafts the token that its context has most often: see `tests.unit.decoders`."""
+    sizes = {field: shape.target[field] for field in ("hidden_size", "vocab_size")}
+    dim = 128 if sizes["hidden_size"] >= 1024 else 32
+    heads = -(-sizes["hidden_size"] // dim)
+    config = zlab_config(
+        num_hidden_layers=1,
+        num_target_layers=shape.target["num_hidden_layers"],
+        block_size=16,
+        max_position_embeddings=4096,
+        intermediate_size=128,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=dim,
+        dflash_config={"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+        **sizes,
+    )
+    save(folder, config)
+    weights = {}
+    for name, size in expected_weights(load_config(str(folder))).items():
+        weights[name] = torch.ones(size, dtype=torch.bfloat16)
+        if len(size) > 1:
+            weights[name].zero_()
+        if name.endswith(("fc.weight", "v_proj.weight", "o_proj.weight")):
+            weights[name].fill_diagonal_(1)
+    return save(folder, None, model=weights)
