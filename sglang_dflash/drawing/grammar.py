@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import accumulate
@@ -138,6 +138,32 @@ def is_allowed(row: np.ndarray, token: int) -> bool:
     if row.dtype == bool:
         return not row[token]
     return bool((int(row[token // 32]) >> (token % 32)) & 1)
+
+
+def allowed(grammar: BaseGrammarObject, tokens: Sequence[int]) -> int:
+    """How many tokens a grammar takes, one after the other; it is left where it was.
+
+    Args:
+        grammar: one that `refuses_what_it_masks`. After its end it takes what comes, as plain decoding does.
+    """
+    steps = 0
+    for token in tokens:
+        if grammar.is_terminated():
+            break
+        try:
+            grammar.accept_token(token)
+        except ValueError:
+            break
+        steps += 1
+    over = grammar.is_terminated()
+    if steps:
+        grammar.rollback(steps)
+    return len(tokens) if over else steps
+
+
+def refuses_what_it_masks(grammar: BaseGrammarObject) -> bool:
+    """Whether a grammar says of a token without filling a mask that it is not allowed; xgrammar does."""
+    return _takes_arrays(grammar)
 
 
 def _takes_arrays(grammar: BaseGrammarObject) -> bool:

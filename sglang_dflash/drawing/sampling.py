@@ -98,7 +98,7 @@ class Sampling:
             rows=batch.req_pool_indices,
             drawing=list(drawing),
             penalties=penalties if any(map(is_penalized, reqs)) else None,
-            has_grammar=any(reqs[i].grammar is not None for i in drawing),
+            has_grammar=any(_has_masks(reqs[i]) for i in drawing),
             return_hidden_states=hidden_states,
             return_logprob=logprobs,
             top_logprobs_nums=batch.top_logprobs_nums or [0] * bs,
@@ -321,8 +321,13 @@ def rows_of(requests: list[int], width: int, device: torch.device) -> slice | to
 
 def draws(req: Req) -> bool:
     """Whether a request asks for another token than the likeliest."""
+    return asks_more(req) or needs_history([req])
+
+
+def asks_more(req: Req) -> bool:
+    """Whether a request asks for another token than the likeliest of those that its grammar allows."""
     biased = bool(req.sampling_params.logit_bias) or is_penalized(req)
-    return not is_greedy(req) or biased or needs_history([req])
+    return not is_greedy(req) or biased or bool(req.custom_logit_processor)
 
 
 def is_greedy(req: Req) -> bool:
@@ -335,7 +340,12 @@ def needs_history(reqs: Iterable[Req]) -> bool:
 
     The overlapped scheduler then looks at a round's result before it has the draws of the next launched.
     """
-    return any(req.grammar is not None or req.custom_logit_processor for req in reqs)
+    return any(_has_masks(req) or req.custom_logit_processor for req in reqs)
+
+
+def _has_masks(req: Req) -> bool:
+    """Whether what a request's grammar allows is made out for its next draws, not only looked at afterwards."""
+    return req.grammar is not None and not getattr(req, "unmasked", False)
 
 
 class _RequestAfter:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Why a round did not count as it was launched: a token that a grammar does not allow (`trust.py`).
+STRAYED = "strayed"
+
 
 class DFlashWorkerBase:
     """What SGLang's scheduler expects of a worker, whether it overlaps or not."""
@@ -220,6 +223,8 @@ class DFlashWorkerBase:
         if self.adapter_watch is not None:
             self.adapter_watch.note((req.lora_id for req in reqs), committed.taken)
         self.metrics.not_finite(committed.failed)
+        for _ in range(committed.strayed):
+            self.metrics.fell_back(STRAYED)
         taken = [len(each) for each in committed.taken if each]
         goes_on = not all(req.finished() for req in reqs)
         self.metrics.committed(tokens.shape[1], taken, len(reqs) - len(taken), goes_on)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_dflash.drawing.sampling import needs_history
 from sglang_dflash.round.state import end_tokens
+from sglang_dflash.scheduler.trust import may_stray
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -28,8 +29,8 @@ def ends_in_flight(req: Req) -> bool:
 
     Its limit is then reached even if the round accepts no draft, or its client has gone.
     """
-    # A prefill gives one token, and a round at least one.
-    tokens = getattr(req, "results_in_flight", 0)
+    # A prefill gives one token, and a round at least one, unless its request strays.
+    tokens = 0 if may_stray(req) else getattr(req, "results_in_flight", 0)
     limit = req.sampling_params.max_new_tokens
     ending = req.to_finish is not None or len(req.output_ids) + tokens >= limit
     return req.finished() or bool(tokens and ending)

@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.scheduler.ending import may_end
+from sglang_dflash.scheduler.trust import comes_to_nothing, what_counts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,11 +30,13 @@ class Committed:
         taken: the tokens that each request took; empty for a round in vain.
         lengths: accept lengths of the requests for which it counted.
         failed: how many requests it ended because of NaN.
+        strayed: how many strayed with it.
     """
 
     taken: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     failed: int = 0
+    strayed: int = 0
 
 
 def commit_round(
@@ -44,8 +47,9 @@ def commit_round(
 ) -> Committed:
     """Gives every request of a round its tokens, and what it asked to know of them.
 
-    Requests that finished or were retracted since the round was launched take nothing: it ran for
-    nothing and counts nowhere, so accept lengths are those of the worker that does not overlap.
+    Requests that finished, were retracted or strayed since the round was launched take nothing: it ran for
+    nothing and counts nowhere, so accept lengths are those of the worker that does not overlap. Nor does it count
+    for a request that strays with its first token.
 
     Args:
         tokens: [bs, width] int64, as in `Accepted`.
@@ -55,14 +59,19 @@ def commit_round(
     committed = Committed()
     batch = zip(reqs, tokens.tolist(), lengths.tolist(), strict=True)
     for index, (req, row, length) in enumerate(batch):
-        if req.finished() or req.is_retracted:
+        if comes_to_nothing(req) or req.finished() or req.is_retracted:
             committed.taken.append([])
             continue
-        mine = row[: commit_tokens(req, row[:length])]
+        kept = what_counts(req, row[:length])
+        mine = row[: commit_tokens(req, kept)] if kept else []
+        if len(kept) < length:
+            committed.strayed += 1
+            # This round has run the last token that it has: an accepted draft, or the bonus token of the one before.
+            req.last_was_draft = True
         if output is not None:
             commit_output(req, mine, output, index * len(row))
         committed.taken.append(mine)
-        committed.lengths.append(length)
+        committed.lengths += [length] * bool(mine)
         committed.failed += NOT_FINITE in mine
     return committed
 

@@ -20,12 +20,13 @@ from sglang_dflash.round.run import Finish
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
+from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
 
-# Why an overlapped round waited for the result of the one before.
-SLOTS = "slots"
+# Why an overlapped round, or its draws, waited for the result of the one before.
+SLOTS, HISTORY = "slots", "history"
 
 
 class DFlashWorkerV2(DFlashWorkerBase):
@@ -78,6 +79,10 @@ class DFlashWorkerV2(DFlashWorkerBase):
         the rest of the round launched (`delay_sample_func`), while the target runs.
         """
         next_input = DFlashDraftInput(lookahead=2 * self.width, new_seq_lens=batch.seq_lens)
+        if batch.forward_mode.is_extend():
+            begin_anew(batch.reqs)
+        else:
+            self._trust(batch.reqs)
         late = waits_for_history(batch.reqs)
         for req in batch.reqs:
             req.results_in_flight = getattr(req, "results_in_flight", 0) + 1
@@ -95,9 +100,20 @@ class DFlashWorkerV2(DFlashWorkerBase):
         launched.launched = batch  # whose tensors are read until the result is there
         rest = partial(self._launch_rest, launched, finish, states)
         if late:
+            self.metrics.fell_back(HISTORY)
             launched.delay_sample_func = rest
             return launched
         return rest()
+
+    def _trust(self, reqs: Sequence[Req]) -> None:
+        """Before a round: which requests have masks in it, and where those that have strayed go on."""
+        constrained = [req for req in reqs if req.grammar is not None]
+        if constrained:
+            # Where all rows are drawn they are all masked, and recurrent states do not go back to a token.
+            asked = any(req.return_logprob or req.return_hidden_states for req in reqs)
+            asked |= self._server_args.enable_nan_detection
+            choose_masks(constrained, asked or self.linear_states is not None)
+            go_back(constrained, self.parts.state)
 
     def _launch_rest(
         self, launched: GenerationBatchResult, finish: Finish, states: RoundStates | None
@@ -116,13 +132,23 @@ class DFlashWorkerV2(DFlashWorkerBase):
         return launched
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
-        """Commits a round to its requests, now that its result is on the host; the tokens of each."""
+        """Commits a round to its requests, now that its result is on the host; the tokens of each.
+
+        Those that took none and go on leave `batch`, a copy that the scheduler made for its result: there is nothing
+        for it to do about them.
+        """
         _landed(batch.reqs)
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
         taken = self.commit(batch.reqs, tokens, lengths, result.logits_output, result.expected)
         result.num_rounds = sum(map(bool, taken))
         result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
+        seen = [
+            (req, tokens)
+            for req, tokens in zip(batch.reqs, taken, strict=True)
+            if tokens or req.finished() or req.is_retracted
+        ]
+        batch.reqs, taken = [req for req, _ in seen], [tokens for _, tokens in seen]
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
         return taken
 

@@ -37,7 +37,7 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "sglang:dflash_rounds_in_vain_total": (
         "Counter",
-        "Verify steps of requests that had ended when the result came.",
+        "Verify steps of requests that had ended or strayed from their grammar when the result came.",
         (),
     ),
     "sglang:dflash_drafted_tokens_total": ("Counter", "Tokens that the draft model drafted.", ()),

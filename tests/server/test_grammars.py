@@ -51,6 +51,40 @@ def test_side_by_side(dflash: Server, plain: Server, tokenizer, prompts: list[st
     assert accept_length(written) > 3 and all(json.loads(each["text"]) for each in written)
 
 
+def test_what_the_target_writes_anyway(dflash: Server, plain: Server, tokenizer) -> None:
+    """Nobody waits for masks, and nobody strays."""
+    before = counted(dflash)
+    for prompt, schema in json_of(tokenizer):
+        answer = dflash.generate(prompt, **schema)
+        assert_same(answer, plain.reference(prompt, **schema), plain, prompt, **schema)
+    moved = counted(dflash) - before
+    assert moved["rounds_total", ""] > 10
+    assert not moved["fallbacks_total", "history"] and not moved["fallbacks_total", "strayed"]
+
+
+def test_what_the_target_would_not_write(either: Server, plain: Server, prompts: list[str]) -> None:
+    """Whoever strays goes on from its last token, beside others, in a stream, and up to its limit."""
+    asked = [
+        (prompt, {"regex": pattern, "max_new_tokens": limit})
+        for prompt, limit in zip(prompts[20:26], (7, 23, 40, 41, 90, 120), strict=True)
+        for pattern in (r"[^aeiou]{200,}", r"([a-z]+ [A-Z]+ ){20,}")
+    ]
+    counts = either.get("/server_info").json()["enable_metrics"]
+    before = counted(either) if counts else None
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda each: either.generate(each[0], **each[1]), asked))
+        streams = list(pool.map(lambda each: list(either.stream(each[0], **each[1])), asked))
+    for (prompt, kind), answer, parts in zip(asked, answers, streams, strict=True):
+        expected = plain.reference(prompt, **kind)
+        assert_same(answer, expected, plain, prompt, **kind)
+        assert_same(parts[-1], expected, plain, prompt, **kind)
+        tokens = [part["meta_info"]["completion_tokens"] for part in parts]
+        assert tokens == sorted(set(tokens)), "a part without a new token"
+    if counts:
+        strayed = (counted(either) - before)["fallbacks_total", "strayed"]
+        assert (strayed > len(asked)) == (either.worker == "v2")
+
+
 def test_end_inside_a_round(dflash: Server, plain: Server, prompts: list[str]) -> None:
     """A grammar's end that is a draft; with `ignore_eos` it shows a token later, wherever the round ends."""
     inside = 0

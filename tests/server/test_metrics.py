@@ -106,6 +106,10 @@ def test_refusals(dflash: Server, prompts: list[str]) -> None:
     "sampling",
     [
         {"regex": "[^#]{20,100}#### [0-9]{1,2}"},
+        {
+            "regex": "[^#]{20,100}#### [0-9]{1,2}",
+            "frequency_penalty": 0.1,
+        },  # with masks in every round
         PENALTIES | {"min_new_tokens": 40, "temperature": 0.7},
     ],
 )
@@ -118,7 +122,10 @@ def test_rounds_overlap(sampling: dict, dflash: Server, prompts: list[str]) -> N
     overlapped = "DFlashWorkerV2" in dflash.log.read_text(errors="replace")
     assert answer["meta_info"]["finish_reason"]["type"] == "stop"
     assert moved["rounds_total", ""] > 3 and moved["fallbacks_total", "slots"] == 0
-    assert moved["rounds_in_vain_total", ""] == overlapped
+    # Without masks a request may stray, at worst with the first token of a result that has another behind it.
+    strayed = moved["fallbacks_total", "strayed"]
+    assert overlapped <= moved["rounds_in_vain_total", ""] <= overlapped + 2 * strayed
+    assert not strayed or (overlapped and len(sampling) == 1)
 
 
 def test_loads(dflash: Server, prompts: list[str]) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.utils import ceil_align
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.reserve import reserve, slot_limit, slots_required
 from sglang_dflash.scheduler.rows import rows_of_requests
-from sglang_dflash.scheduler.worker_v2 import SLOTS, DFlashWorkerV2
+from sglang_dflash.scheduler.worker_v2 import HISTORY, SLOTS, DFlashWorkerV2
 
 WIDTH, CONTEXT, SIZE = 8, 96, 960
 ONE_ROUND, TWO_ROUNDS = WIDTH, 2 * WIDTH
@@ -170,7 +170,8 @@ def worker() -> tuple[DFlashWorkerV2, list[str]]:
     made, reasons = object.__new__(DFlashWorkerV2), []
     made.width, made.metrics = WIDTH, SimpleNamespace(fell_back=reasons.append)
     made.linear_states, made.rounds = None, SimpleNamespace(graphs=object())
-    made._server_args = SimpleNamespace(enable_hierarchical_cache=True)
+    made._server_args = SimpleNamespace(enable_hierarchical_cache=True, enable_nan_detection=True)
+    made.parts = SimpleNamespace(state=None)
     return made, reasons
 
 
@@ -197,7 +198,7 @@ def test_draws_that_need_history_are_launched_behind_the_result(
     in_flight: int, late: bool, fell_back: str | None
 ) -> None:
     """The round is launched without it: a grammar asks for a result of its own, where one is in flight."""
-    made, launched = worker()[0], []
+    (made, reasons), launched = worker(), []
     accepted = SimpleNamespace(tokens=torch.tensor([[5, 6]]), lengths=torch.tensor([2]))
     rest = SimpleNamespace(output=None, accepted=accepted, expected=None, fell_back=fell_back)
 
@@ -206,8 +207,9 @@ def test_draws_that_need_history_are_launched_behind_the_result(
         return lambda: rest
 
     made.launch_round = launch_round
-    constrained = SimpleNamespace(grammar=object(), results_in_flight=in_flight)
-    other = SimpleNamespace(grammar=None, custom_logit_processor=None, results_in_flight=1)
+    asks = dict(custom_logit_processor=None, return_logprob=False, return_hidden_states=False)
+    constrained = SimpleNamespace(grammar=object(), results_in_flight=in_flight, **asks)
+    other = SimpleNamespace(grammar=None, results_in_flight=1, **asks)
     batch = SimpleNamespace(
         reqs=[constrained, other],
         seq_lens=None,
@@ -215,6 +217,7 @@ def test_draws_that_need_history_are_launched_behind_the_result(
     )
     result = made.forward_batch_generation(batch)
     assert launched == [WIDTH] and (result.delay_sample_func is not None) == late
+    assert reasons == [HISTORY] * late
     if late:
         assert result.next_token_ids is None and result.delay_sample_func() is result
     assert result.next_token_ids.tolist() == [5, 6] and result.accept_lens.tolist() == [2]
