@@ -78,8 +78,11 @@ def check(
     with running(logs / f"{name}-plain.log", *given, **more) as plain:
         expected = ask(plain, prompts, AT_ONCE, return_logprob=True, top_logprobs_num=TOLD)
         again = ask(plain, prompts, FEWER)
+        read = read_again(plain, prompts, expected)
     check_varied(name, [answer["output_ids"] for answer in expected])
-    own = left(f"{name} plain, {FEWER} at once", again, expected)
+    in_fewer = left(f"{name} plain, {FEWER} at once", again, expected)
+    as_prompts = left(f"{name} plain, its answers as prompts", read, expected)
+    own = Left(*map(max, in_fewer, as_prompts))
     given += ("--speculative-draft-model-path", str(drafter))
     given += ("--speculative-draft-load-format", "auto")  # the target's alone are dummies
     for worker in CHOSEN_WORKERS:
@@ -105,6 +108,29 @@ def ask(server: Server, prompts: Sequence[list[int]], at_once: int, **more: Any)
 
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(answer, prompts))
+
+
+def read_again(server: Server, prompts: Sequence[list[int]], answers: Sequence[dict]) -> list[dict]:
+    """What a server finds likeliest after each token of its answers when it reads them, many rows in a pass.
+
+    So a target verifies, with other kernels for rows of attention, experts and products than decoding has.
+    """
+
+    def read(prompt: list[int], answer: dict) -> dict:
+        ids = answer["output_ids"]
+        body = generate_body([*prompt, *ids[:-1]], max_new_tokens=1, ignore_eos=True)
+        body |= {
+            "return_logprob": True,
+            "logprob_start_len": len(prompt) - 1,
+            "top_logprobs_num": 1,
+        }
+        meta = server.post("/generate", body).json()["meta_info"]
+        # The last rows are those of the answer; each is told with the token that it leads to.
+        told = [*meta["input_top_logprobs"][1 - len(ids) :], *meta["output_top_logprobs"]]
+        return {"output_ids": [likeliest[1] for (likeliest, *_) in told], "meta_info": {}}
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(read, prompts, answers))
 
 
 def check_varied(name: str, answers: list[list[int]]) -> None:
@@ -147,7 +173,7 @@ def length_of(answers: list[dict]) -> str:
 
 
 def compare(answers: list[dict], found: Left, own: Left) -> None:
-    """Answers leave plain decoding's about as often as those of plain decoding in smaller batches do.
+    """Answers leave plain decoding's about as often as plain decoding does in smaller batches, or where it reads them.
 
     Which expert a router takes, rounding may decide, and then a token that was not near comes out on top.
     """
