@@ -10,8 +10,6 @@ others': its request has gone. Such rows write zeros everywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -21,31 +19,3 @@ def without_slotless(slots: torch.Tensor, *values: torch.Tensor) -> tuple[torch.
     return tuple(
         value.masked_fill(slotless.view(-1, *[1] * (value.dim() - 1)), 0) for value in values
     )
-
-
-class CleanPool:
-    """A KV pool during a round in which a row may have no slot; all but writes is the pool's own."""
-
-    # The release writes K/V from its RoPE kernel, around `set_kv_buffer`, where this is bfloat16.
-    dtype = None
-
-    def __init__(self, pool: Any, sliding: torch.Tensor | None = None):
-        """
-        Args:
-            sliding: slots of the sliding layers' own pool, of all rows; None if they have none.
-        """
-        self._pool, self._sliding = pool, sliding
-
-    def set_kv_buffer(
-        self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more
-    ) -> None:
-        own = slots if self._sliding is None else self._sliding
-        self._pool.set_kv_buffer(layer, slots, *without_slotless(own, k, v), *rest, **more)
-
-    def set_mla_kv_buffer(
-        self, layer: Any, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
-    ) -> None:
-        self._pool.set_mla_kv_buffer(layer, slots, *without_slotless(slots, latent, rope))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)

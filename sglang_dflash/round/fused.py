@@ -26,7 +26,7 @@ from sglang_dflash.round.parts import Parts
 
 logger = logging.getLogger(__name__)
 
-LAYERS, ATTENTION, RELEASE = "fused layers", "fused attention", "layers as the release runs them"
+LAYERS, PARTS, RELEASE = "fused layers", "fused parts of layers", "layers as the release runs them"
 
 
 def fuse_models(
@@ -106,7 +106,7 @@ def target_ways(model: nn.Module, body: Body | None) -> list[Way]:
     ways = [Way(RELEASE, partial(restore, model), run)]
     if fuse_in_place(model) > 0:
         restore(model)
-        ways.insert(0, Way(ATTENTION, partial(fuse_in_place, model), run))
+        ways.insert(0, Way(PARTS, partial(fuse_in_place, model), run))
     if body is not None:
         ways.insert(0, Way(LAYERS, partial(restore, model), run_fused))
     return ways
@@ -121,7 +121,7 @@ def draft_ways(model: DFlashDraftModel) -> list[Way]:
 
     ways = [Way(RELEASE, partial(model.use, None, False), run)]
     if any(can_fuse(layer.self_attn) for layer in model.layers):
-        ways.insert(0, Way(ATTENTION, partial(model.use, None, True), run))
+        ways.insert(0, Way(PARTS, partial(model.use, None, True), run))
     if layers is not None:
         ways.insert(0, Way(LAYERS, partial(model.use, layers, True), run))
     return ways

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import nn
 
 from sglang_dflash.checkpoint.target_class import is_wrapper
-from sglang_dflash.clean_slot import CleanPool
+from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.round.state import RequestState
 from sglang_dflash.round.verify_input import DFlashVerifyInput
 from sglang_dflash.two_pools import sliding_slots

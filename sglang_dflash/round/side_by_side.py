@@ -18,8 +18,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.round.adapter_buffers import Ids
+from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.round.opened import Round, own_positions
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.verify_input import DFlashVerifyInput

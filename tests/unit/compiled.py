@@ -16,7 +16,9 @@ from sglang_dflash.gpu.kernels import (
     adapter_rows,
     delta_net_rows,
     delta_net_states,
+    shared_gate,
     side_by_side,
+    store_rows,
     tile_plan,
 )
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
@@ -107,10 +109,11 @@ def delta_nets(capability: int, dtype: str) -> int:
     first = channels | block | dict(HEADS=48, HEADS_POW2=64, BIAS=True, PARTS=40)
     heads = dict(K_HEADS=16, V_HEADS=48, K_DIM=128, V_DIM=128, K_POW2=128, V_BLOCK=32)
     types |= {"out_ptr": f"*{dtype}", "scale": "fp32"}
-    made = [
-        compiled(delta_net_rows._convolve, capability, first, types, 2),
-        compiled(delta_net_rows._recur, capability, channels | heads, types, 1),
-    ]
+    made = [compiled(delta_net_rows._convolve, capability, first, types, 2)]
+    for block in (8, 16, 32):
+        heads["V_BLOCK"] = block
+        made.append(compiled(delta_net_rows._recur, capability, channels | heads, types, 1))
+    block = dict(BLOCK=256)
     for track in (
         {"TRACK": True},
         {"TRACK": False, "tracked_ptr": None, "on_the_way_ptr": None},
@@ -118,6 +121,20 @@ def delta_nets(capability: int, dtype: str) -> int:
         states, windows = channels | heads | track, channels | block | track
         made.append(compiled(delta_net_states._bring_states, capability, states, types, 1))
         made.append(compiled(delta_net_states._bring_windows, capability, windows, types, 2))
+    return max(each.metadata.shared for each in made)
+
+
+def small(capability: int, dtype: str) -> int:
+    """Compiles what writes K/V of gpt-oss-20b's rows, and Qwen3.5-35B-A3B's gates; the shared memory of the larger."""
+    numbers = ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "x_ptr", "weight_ptr", "made_ptr")
+    types = dict.fromkeys(numbers, f"*{dtype}") | {"slots_ptr": "*i64", "own_ptr": "*i32"}
+    types |= dict.fromkeys(("k_stride", "v_stride", "x_stride", "made_stride"), "i32")
+    sizes = dict(K_SIZE=512, V_SIZE=512, K_POW2=512, V_POW2=512)
+    gate = dict(SIZE=2048, MADE=2048, SIZE_POW2=2048, TILE=2048)
+    made = [
+        compiled(store_rows._store_rows, capability, sizes, types, 4),
+        compiled(shared_gate._gate_shared, capability, gate, types, 4),
+    ]
     return max(each.metadata.shared for each in made)
 
 
@@ -159,6 +176,7 @@ def main() -> None:
         print(
             capability, "linear attention", f"{delta_nets(capability, dtype):,} bytes", flush=True
         )
+        print(capability, "small", f"{small(capability, dtype):,} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from sglang_dflash.gpu.kernels.block_tiles import WHOLE
 from sglang_dflash.gpu.targets import Body, fused_body
 from sglang_dflash.gpu.tilings import Tilings
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
-from sglang_dflash.round.fused import ATTENTION, LAYERS, RELEASE, draft_ways, target_ways
+from sglang_dflash.round.fused import LAYERS, PARTS, RELEASE, draft_ways, target_ways
 from sglang_dflash.round.fused_check import MIDDLE, WORST, TrialBlocks, difference, first_right
 from sglang_dflash.round.fused_check import trial_blocks as make_trials
 from tests.unit.drafters import DraftRunner, TargetStub, random_weights, save_random, zlab_config
@@ -112,7 +112,7 @@ def test_what_is_right_is_used(page_size: int, caplog: pytest.LogCaptureFixture)
 
 def test_a_target_that_is_not_fused_whole(caplog: pytest.LogCaptureFixture) -> None:
     target = Target()
-    assert target.choose(None) == ATTENTION
+    assert target.choose(None) == PARTS
     assert target.attention_is_fused and not warnings(caplog)
 
 
@@ -150,10 +150,10 @@ def test_what_is_wrong_is_not(change: Callable, why: str, caplog: pytest.LogCapt
     """One sentence says so; what remains is right."""
     target = Target()
     body = target.body
-    assert target.choose(lambda *block: change(*body(*block))) == ATTENTION
+    assert target.choose(lambda *block: change(*body(*block))) == PARTS
     assert target.attention_is_fused
     (said,) = warnings(caplog)
-    assert said.startswith(f"DFLASH runs the target with {ATTENTION} instead of {LAYERS}, because ")
+    assert said.startswith(f"DFLASH runs the target with {PARTS} instead of {LAYERS}, because ")
     assert why in said and said.endswith(".")
 
 
@@ -166,7 +166,7 @@ def test_a_body_that_writes_no_keys(caplog: pytest.LogCaptureFixture) -> None:
         batch.out_cache_loc = torch.zeros_like(batch.out_cache_loc)
         return body(ids, positions, batch)
 
-    assert target.choose(forgets) == ATTENTION and len(warnings(caplog)) == 1
+    assert target.choose(forgets) == PARTS and len(warnings(caplog)) == 1
 
 
 def test_attention_that_is_wrong_too(
@@ -208,12 +208,10 @@ def test_a_drafter(draft: DraftRunner, caplog: pytest.LogCaptureFixture) -> None
 
     wrong = SimpleNamespace(run=lambda x, positions, batch: (torch.zeros_like(x), []))
     model.use(wrong, attention=True)
-    assert first_right("drafter", draft_ways(model), trials, group).name == ATTENTION
+    assert first_right("drafter", draft_ways(model), trials, group).name == PARTS
     assert model.fused is None and all(layer.self_attn.fuses for layer in model.layers)
     (said,) = warnings(caplog)
-    assert said.startswith(
-        f"DFLASH runs the drafter with {ATTENTION} instead of {LAYERS}, because "
-    )
+    assert said.startswith(f"DFLASH runs the drafter with {PARTS} instead of {LAYERS}, because ")
 
 
 def test_no_more_requests_than_can_run() -> None:

@@ -23,7 +23,9 @@ from sglang_dflash.gpu.kernels.sandwich_norm import (
     norm_add_norm,
     norm_reference,
 )
+from sglang_dflash.gpu.kernels.shared_gate import gate_shared, gate_shared_reference
 from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, Tiling, launch, room_for
+from sglang_dflash.gpu.kernels.store_rows import store_rows
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
 from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
 from sglang_dflash.round.accept import accept
@@ -197,6 +199,35 @@ def test_context_store(normed: bool) -> None:
     untouched = torch.ones(30, dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
     assert not caches[:, :, untouched].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_store_rows(dtype: torch.dtype) -> None:
+    """K and V of rows of one product, whose heads have other sizes; who has no slot writes none."""
+    n, k_heads, dim, v_dim = 5, 3, 20, 12
+    product = torch.randn(n, 7 + k_heads * (dim + v_dim), device=DEVICE)
+    k, v = product[:, 7:].split([k_heads * dim, k_heads * v_dim], dim=1)
+    caches = [torch.zeros(9, k_heads, size, device=DEVICE) for size in (dim, v_dim)]
+    slots = torch.tensor([4, 0, 8, 3, 1], device=DEVICE, dtype=dtype)
+    own = torch.tensor([2, 0, 5, 0, 1], device=DEVICE, dtype=torch.int32)
+    store_rows(k.view(n, k_heads, dim), v, slots, *caches, own)
+    for cache, rows in zip(caches, (k, v), strict=True):
+        expected = torch.zeros_like(cache).flatten(1)
+        expected[[4, 8, 1]] = rows[[0, 2, 4]]
+        assert torch.equal(cache.flatten(1), expected)
+
+
+@pytest.mark.parametrize(("hidden", "size"), [(96, 96), (100, 3000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_shared(hidden: int, size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(6, 2 * hidden, device=DEVICE, dtype=dtype)[:, :hidden]
+    weight = torch.randn(1, hidden, device=DEVICE, dtype=dtype) / hidden**0.5
+    made = torch.randn(6, size, device=DEVICE, dtype=dtype)
+    expected = gate_shared_reference(x, weight, made)
+    found = gate_shared(x, weight, made)
+    assert found is made
+    noise = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found, expected, rtol=noise, atol=noise)
 
 
 @pytest.mark.parametrize(("n", "size", "parts"), [(5, 256, 1), (3, 100, 3), (40, 2560, 1)])

@@ -14,6 +14,8 @@ from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.cpu import linear_attention as on_cpu
 from sglang_dflash.gpu import delta_nets
 from sglang_dflash.gpu.kernels import delta_net_states as kernels
+from sglang_dflash.gpu.kernels.delta_net_rows import recur
+from sglang_dflash.gpu.kernels.delta_net_step import Shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 LAYERS, SLOTS, ROWS = 2, 9, 24
@@ -123,6 +125,27 @@ def test_rows(counts: list[int], bias: bool) -> None:
             assert_close(world.rows.convolved[layer, own], made.convolved)
             assert_close(world.rows.gates[layer, own], made.gates)
     assert not world.rows.kept[:, sum(counts) :].any()
+
+
+def test_few_requests_have_narrow_programs() -> None:
+    """As many as a GPU has schedulers; what they compute is the same."""
+    shape = Shape(channels=8192, k_heads=16, v_heads=32, k_dim=128, v_dim=128, block=32)
+    assert [shape.narrow(requests).block for requests in (1, 2, 4, 32)] == [8, 16, 32, 32]
+    assert shape.narrow(1).programs == 512
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 4, 64, 16, generator=generator).to(DEVICE)
+    convolved = torch.randn(5, 2 * 2 * 16 + 4 * 64, generator=generator).to(DEVICE)
+    gates = torch.rand(5, 2, 4, generator=generator).to(DEVICE)
+    bounds = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
+    slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    made = {}
+    for block in (8, 16, 32):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Shape, "narrow", lambda shape, requests, b=block: shape._replace(block=b))
+            made[block] = recur(states, convolved, gates, slots, bounds)
+    assert made[8].any()
+    assert_close(made[8], made[32])
+    assert_close(made[16], made[32])
 
 
 def test_rows_that_only_pad() -> None:

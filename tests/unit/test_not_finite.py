@@ -8,8 +8,8 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.drawing.not_finite import NOT_FINITE, mark, take_out
+from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.scheduler.results import end_marked
 
 NAN, INF = float("nan"), float("inf")

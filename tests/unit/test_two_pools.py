@@ -19,13 +19,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import ceil_align
 
-from sglang_dflash.clean_slot import CleanPool
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.sliding_keys import SlidingKeys
 from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
 from sglang_dflash.inspect import main
+from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.scheduler.behind_windows import BehindWindows
 from sglang_dflash.scheduler.reserve import reserve
 from sglang_dflash.serving.memory import pool_bytes, slots_for_one

@@ -217,7 +217,7 @@ def recur(
     Returns:
         [1, rows, v_heads, v_dim] of the dtype of `convolved`; zeros of rows that only pad the pass.
     """
-    shape = Shape.of(convolved, states)
+    shape = Shape.of(convolved, states).narrow(len(slots))
     out = convolved.new_zeros(1, len(convolved), shape.v_heads, shape.v_dim)
     given = (states, convolved, gates, out, slots, bounds, shape.k_dim**-0.5)
     grid = (shape.programs, len(slots))

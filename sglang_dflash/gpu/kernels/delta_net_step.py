@@ -43,25 +43,39 @@ def step_of(
     return state + key[:, None] * value[None, :]
 
 
+# Programs of one warp that give each of a GPU's schedulers about one.
+_PROGRAMS = 512
+_LEAST, _MOST = 8, 32  # values of a head that a program computes
+
+
 class Shape(NamedTuple):
-    """Of the heads of layers, as kernels know it."""
+    """Of the heads of layers, as kernels know it.
+
+    Attributes:
+        block: values of a head that a program computes.
+    """
 
     channels: int
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
+    block: int
 
     @classmethod
     def of(cls, convolved: torch.Tensor, states: torch.Tensor) -> Shape:
         """From [..., channels] and [..., v_heads, v_dim, k_dim]."""
         channels, (v_heads, v_dim, k_dim) = convolved.shape[-1], states.shape[-3:]
-        return cls(channels, (channels - v_heads * v_dim) // (2 * k_dim), v_heads, k_dim, v_dim)
+        k_heads = (channels - v_heads * v_dim) // (2 * k_dim)
+        block = min(triton.next_power_of_2(v_dim), _MOST)
+        return cls(channels, k_heads, v_heads, k_dim, v_dim, block)
 
-    @property
-    def block(self) -> int:
-        """Values of a head that a program computes."""
-        return min(triton.next_power_of_2(self.v_dim), 32)
+    def narrow(self, requests: int) -> Shape:
+        """The same with more programs, if so few requests have too few: each then has less to do in a row's step."""
+        block = self.block
+        while block > _LEAST and requests * self._replace(block=block).programs < _PROGRAMS:
+            block //= 2
+        return self._replace(block=block)
 
     @property
     def programs(self) -> int:
