@@ -10,6 +10,11 @@ from sglang_dflash.clean_slot import without_slotless
 from sglang_dflash.two_pools import is_sliding
 
 
+def has_kernels(rows: torch.Tensor) -> bool:
+    """Whether Triton's kernels run where some rows are."""
+    return rows.is_cuda
+
+
 class CleanPool:
     """A KV pool during a round in which a row may have no slot; all but writes is the pool's own."""
 
@@ -27,7 +32,7 @@ class CleanPool:
         self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more
     ) -> None:
         own = slots if self._sliding is None else self._sliding
-        if k.is_cuda and self._holds(layer.layer_id, k, v):
+        if has_kernels(k) and self._holds(layer.layer_id, k, v):
             from sglang_dflash.gpu.kernels.store_rows import store_rows
 
             caches = self._pool.get_kv_buffer(layer.layer_id)

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_dflash.drawing.not_finite import NOT_FINITE, mark, take_out
-from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.scheduler.results import end_marked
 
 NAN, INF = float("nan"), float("inf")
@@ -41,33 +39,3 @@ def test_prefilled_requests() -> None:
     assert isinstance(reqs[1].to_finish, FINISH_ABORT)
     assert "NaN after 7 tokens" in reqs[1].to_finish.message
     assert reqs[1].not_finite and not hasattr(reqs[2], "not_finite")
-
-
-def pool() -> MHATokenToKVPool:
-    return MHATokenToKVPool(
-        size=32,
-        page_size=4,
-        dtype=torch.float32,
-        head_num=1,
-        head_dim=2,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-
-
-def test_slot_0_stays_clean() -> None:
-    """Rows without a slot write zeros there, whatever they hold; the others write what they hold."""
-    whole = pool()
-    slots = torch.tensor([5, 0, 7, 0])
-    rows = torch.tensor([1.0, NAN, NAN, 3.0])[:, None, None].expand(4, 1, 2)
-    clean = CleanPool(whole)
-    clean.set_kv_buffer(SimpleNamespace(layer_id=1), slots, rows, rows.clone(), None, None)
-    for buffer in (whole.get_key_buffer(1), whole.get_value_buffer(1)):
-        assert buffer[0].eq(0).all() and buffer[5].eq(1).all() and buffer[7].isnan().all()
-    assert clean.get_key_buffer(1) is whole.get_key_buffer(1)
-
-
-def test_writes_around_the_pool_are_off() -> None:
-    """The release's RoPE kernels write K/V themselves where a pool says that it holds bfloat16."""
-    assert CleanPool(SimpleNamespace(dtype=torch.bfloat16)).dtype is None

@@ -25,11 +25,10 @@ from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
 from sglang_dflash.gpu.sliding_keys import SlidingKeys
 from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
 from sglang_dflash.inspect import main
-from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.scheduler.behind_windows import BehindWindows
 from sglang_dflash.scheduler.reserve import reserve
 from sglang_dflash.serving.memory import pool_bytes, slots_for_one
-from sglang_dflash.two_pools import is_sliding, sliding_slots
+from sglang_dflash.two_pools import sliding_slots
 from tests.unit.decoders import write_drafter
 from tests.unit.sliding import write_mimo
 
@@ -276,19 +275,6 @@ def test_windows_of_the_first_row_of_a_prompt(attention: type) -> None:
     assert seen.item() >= reached
     assert slots[0, seen.item() - reached].item() == 1900 - reached + 1 + 5
     assert slots[0, seen.item() - 1].item() == 1900 + 5
-
-
-def test_rows_in_vain_leave_nothing_behind() -> None:
-    """A row that has no slot in the sliding layers' pool any more must not write where others look."""
-    pool, written = pool_of(1), {}
-    slots, sliding = torch.tensor([3, 4, 0]), torch.tensor([5, 0, 0], dtype=torch.int32)
-    pool.set_swa_loc(sliding)
-    nan = torch.full((3, 1, 4), torch.nan)
-    for layer in (0, 1):
-        CleanPool(pool, sliding).set_kv_buffer(SimpleNamespace(layer_id=layer), slots, nan, nan)
-        written[layer] = pool.get_key_buffer(layer).isnan().flatten(1).any(1).nonzero().tolist()
-    assert written == {0: [[5]], 1: [[3]]}
-    assert [is_sliding(pool, layer) for layer in (0, 1, 2)] == [True, False, True]
 
 
 def test_bytes_of_both() -> None:
