@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import accumulate
@@ -16,6 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+    from sglang.srt.constrained.grammar_manager import GrammarManager
 
 # Seconds for a row from which on threads pay: they take turns at all but the backend's own filling.
 SLOW_ROW = 15e-6
@@ -34,6 +35,19 @@ def compiled_or_invalid(
         return compile_grammar(key, require_reasoning)
     except Exception as error:  # backends raise whatever their parsers do
         return InvalidGrammarObject(f"{type(error).__name__}: {error}")
+
+
+def looked_enough(manager: GrammarManager, ready: Collection[int]) -> bool:
+    """Whether the scheduler looks no longer for grammars that are compiled: it has all, or others wait for it.
+
+    The release looks for 5 ms each time, while a compiled schema is there after one to four of them.
+
+    Args:
+        ready: which of the requests in the queue have theirs.
+    """
+    return (
+        len(ready) == len(manager.grammar_queue) or not manager.scheduler.running_batch.is_empty()
+    )
 
 
 def vocabulary_mask(
