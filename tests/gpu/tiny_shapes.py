@@ -58,6 +58,8 @@ def narrow(name: str, **more: Any) -> Shape:
         sizes["layer_types"] = shape.target["layer_types"][:LINEAR_DEPTH]
         if "num_experts" in shape.target:
             sizes |= EXPERTS
+        else:
+            sizes["linear_num_value_heads"] = 6  # three to one of keys, as 27B has them
     wrapper = shape.wrapper
     if wrapper is not None:
         wrapper = wrapper | {"vision_config": wrapper["vision_config"] | TOWER}

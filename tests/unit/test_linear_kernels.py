@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.srt.layers.attention.fla.fused_sigmoid_gating_recurrent import (
     fused_sigmoid_gating_delta_rule_update as recurrence,
 )
+from torch.nn.functional import softplus
 
 from sglang_dflash.block_rows import BlockRows
 from sglang_dflash.cpu import linear_attention as on_cpu
@@ -146,6 +148,15 @@ def test_few_requests_have_narrow_programs() -> None:
     assert made[8].any()
     assert_close(made[8], made[32])
     assert_close(made[16], made[32])
+
+
+def test_gates_that_lie_apart() -> None:
+    """The release's kernel of prompts; Qwen3.5-27B, with three value heads to one of keys, has them in one product."""
+    net, rows = layer_of(0, False), 5
+    b, a = torch.randn(rows, 2 * V_HEADS, device=DEVICE).split(V_HEADS, dim=-1)
+    decay, share = fused_gdn_gating(net.A_log, a, b, net.dt_bias)
+    assert_close(decay[0], -net.A_log.exp() * softplus(a + net.dt_bias))
+    assert_close(share[0], b.sigmoid())
 
 
 def test_rows_that_only_pad() -> None:

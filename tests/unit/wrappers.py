@@ -139,7 +139,8 @@ WRAPPERS = {
         videos="Qwen3VLVideoProcessor",
         tower=TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
         sizes={"size": PIXELS, "patch_size": 16},
-        text=INTERLEAVED | DELTA_NETS,
+        # Three value heads to one of keys, as 27B has: the release makes their gates on a way of its own.
+        text=INTERLEAVED | DELTA_NETS | {"linear_num_value_heads": 6},
     ),
     "Qwen3.5-MoE": Wrapper(
         config="Qwen3_5MoeConfig",
