@@ -84,9 +84,7 @@ def check(
     check_varied(name, [answer["output_ids"] for answer in expected])
     in_fewer = left(f"{name} plain, {FEWER} at once", again, expected)
     as_prompts = left(f"{name} plain, its answers as prompts", read, expected)
-    print(
-        f"{name} plain chooses {chosen_again(read, expected):.1%} of its tokens again where it reads them"
-    )
+    say_chosen_again(f"{name} plain", read, expected)
     own = Left(*map(max, in_fewer, as_prompts))
     given += ("--speculative-draft-model-path", str(drafter))
     given += ("--speculative-draft-load-format", "auto")  # the target's alone are dummies
@@ -96,6 +94,7 @@ def check(
                 answers = ask(server, asked, at_once)
                 found = left(f"{name} {worker}, {at_once} at once", answers, expected)
                 compare(answers, found, own)
+            say_chosen_again(f"{name} {worker}", read_again(server, prompts, answers), answers)
             server.check_idle()
 
 
@@ -151,14 +150,15 @@ def check_varied(name: str, answers: list[list[int]]) -> None:
     assert sum(kind > 2 for kind in kinds) > len(kinds) / 4
 
 
-def chosen_again(read: Sequence[dict], answers: Sequence[dict]) -> float:
-    """Of all tokens those that are the same, whether or not one before them is another."""
+def say_chosen_again(name: str, read: Sequence[dict], answers: Sequence[dict]) -> None:
+    """How many tokens a server finds likeliest again where it reads them, whether or not they are plain decoding's."""
     pairs = [
         pair
         for mine, its in zip(read, answers, strict=True)
         for pair in zip(mine["output_ids"], its["output_ids"], strict=True)
     ]
-    return sum(mine == other for mine, other in pairs) / len(pairs)
+    again = sum(mine == other for mine, other in pairs) / len(pairs)
+    print(f"{name} chooses {again:.1%} of its tokens again where it reads them")
 
 
 class Left(NamedTuple):
