@@ -15,6 +15,7 @@ from sglang_dflash.checkpoint.formats.zlab import ARCHITECTURE
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.release_folder import release_folder
 from sglang_dflash.checkpoint.target_class import language_model
+from sglang_dflash.drafter.fp8 import least_elements
 from sglang_dflash.drafter.model import DFlashDraftModel
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def load_draft_model(
         # A model runner makes its own arguments the process's; the scheduler needs the user's.
         set_global_server_args_for_scheduler(server_args)
     draft.model.finish_loading(language_model(target.model))
+    if (least := least_elements(server_args)) is not None:
+        draft.model.run_in_fp8(least)
     return draft
 
 

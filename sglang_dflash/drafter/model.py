@@ -31,6 +31,7 @@ from sglang_dflash.checkpoint.formats.weights import (
 )
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.drafter.draft_vocabulary import DraftVocabulary
+from sglang_dflash.drafter.fp8 import Fp8Products
 from sglang_dflash.drafter.rope import draft_rope
 from sglang_dflash.drafter.window_attention import window_attention
 from sglang_dflash.errors import DFlashError
@@ -164,6 +165,7 @@ class DFlashDraftModel(nn.Module):
     Attributes:
         draft: its config, in the package's own terms.
         fused: its layers as captured rounds run them; None until then, and where they cannot be fused.
+        fp8: its products in FP8; None where they are not to be.
         tells_margins: whether it says how sure it is of its drafts.
     """
 
@@ -188,6 +190,7 @@ class DFlashDraftModel(nn.Module):
         )
         self.norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
         self.fused: FusedLayers | None = None
+        self.fp8: Fp8Products | None = None
         self.tells_margins = False
         self.embed_tokens = self.lm_head = None
         if draft.own_embedding:
@@ -234,6 +237,19 @@ class DFlashDraftModel(nn.Module):
             if self.draft.qk_norm:
                 self.k_norm_weight = torch.stack([a.k_norm.weight for a in attention])
 
+    def run_in_fp8(self, least: int) -> None:
+        """Products of weights with so many elements from now on; `fp8` can still change that."""
+        products = Fp8Products(self, least)
+        if products.any:
+            self.fp8 = products
+            products.use(True)
+
+    def take_head_again(self) -> None:
+        """After new weights of the target, of whose head there may be a copy in FP8."""
+        vocabulary = self.vocabulary
+        if vocabulary.fp8_head is not None:
+            vocabulary.fp8_head.fill(vocabulary.plain_head)
+
     def fuse(self, tilings: Tilings, ranks: RankSums | None) -> None:
         """Fuses the layers for captured rounds; all ranks call it alike."""
         self.use(fuse_layers(self.layers, self.norm, tilings, ranks), attention=True)
@@ -243,6 +259,11 @@ class DFlashDraftModel(nn.Module):
         self.fused = layers
         for layer in self.layers:
             layer.self_attn.fuses = attention
+
+    def settle(self) -> None:
+        """Once it is known how it runs: frees what it does not need for that."""
+        if self.fp8 is not None:
+            self.fp8.keep()
 
     @property
     def vocabulary(self) -> DraftVocabulary:

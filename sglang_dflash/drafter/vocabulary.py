@@ -7,6 +7,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import nn
 
+from sglang_dflash.drafter.fp8 import Fp8Weight
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.kernels.argmax import row_max, row_top2
 
@@ -15,6 +16,9 @@ class BorrowedVocabulary:
     """Embeds token ids and picks the likeliest token, with weights that belong to the target.
 
     Both modules are split over the vocabulary under tensor parallelism. Each can be given instead.
+
+    Attributes:
+        fp8_head: what multiplies instead of the head; None for the head.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class BorrowedVocabulary:
             scale: of plain decoding's logits, which it rounds to the same number more often than without.
         """
         self._fp32, self._logit_scale = fp32, scale
+        self.fp8_head: Fp8Weight | None = None
         self.embedding = base_of(embedding_of(target) if embedding is None else embedding)
         head = base_of(head_of(target) if head is None else head)
         # Without a weight it has what its method of quantization keeps instead.
@@ -63,9 +68,15 @@ class BorrowedVocabulary:
         logits = self._quantized_logits(hidden) if self._quantized else self._plain_logits(hidden)
         return logits if self._logit_scale is None else logits.mul_(self._logit_scale)
 
+    @property
+    def plain_head(self) -> torch.Tensor | None:
+        """The head's weight, [rows, hidden]; None where it is quantized. Not kept: a weight update may replace it."""
+        return None if self._quantized else self.head.weight[: self._rows]
+
     def _plain_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        # Not kept: a weight update may replace it.
-        weight, bias = self.head.weight[: self._rows], self._bias
+        if self.fp8_head is not None:
+            return self.fp8_head.product(hidden, self._bias)
+        weight, bias = self.plain_head, self._bias
         if self._fp32:
             weight, bias = weight.float(), None if bias is None else bias.float()
         return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)

@@ -14,6 +14,7 @@ from torch import nn
 from sglang_dflash.drafter.model import DFlashDraftModel
 from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.fused_attention import can_fuse
+from sglang_dflash.gpu.fused_layers import FusedLayers
 from sglang_dflash.gpu.in_place import fuse_in_place, restore
 from sglang_dflash.gpu.rank_sums import open_rank_sums
 from sglang_dflash.gpu.targets import Body, fused_body
@@ -21,7 +22,13 @@ from sglang_dflash.gpu.tiling_times import time_tilings
 from sglang_dflash.gpu.tilings import tilings_of_process
 from sglang_dflash.round.adapted_check import product_ways, trial_rows
 from sglang_dflash.round.adapter_buffers import AdapterBuffers
-from sglang_dflash.round.fused_check import Way, first_right, trial_blocks
+from sglang_dflash.round.fused_check import (
+    MIDDLE_FP8,
+    WORST_FP8,
+    Way,
+    first_right,
+    trial_blocks,
+)
 from sglang_dflash.round.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -62,6 +69,7 @@ def fuse_models(
     trials = trial_blocks(draft, draft_attention, False, *rest)
     drafting = first_right("drafter", draft_ways(draft.model), trials, group)
     logger.info("DFLASH runs the target with %s, the drafter with %s", chosen.name, drafting.name)
+    draft.model.settle()
     return body if chosen.name == LAYERS else None
 
 
@@ -113,15 +121,27 @@ def target_ways(model: nn.Module, body: Body | None) -> list[Way]:
 
 
 def draft_ways(model: DFlashDraftModel) -> list[Way]:
-    """Likewise for the drafter, whose layers `fuse` has fused if they can be."""
-    layers = model.fused
+    """Likewise for the drafter, whose layers `fuse` has fused if they can be.
+
+    With products in FP8 before any without.
+    """
+    layers, fp8 = model.fused, model.fp8
+
+    def use(layers: FusedLayers | None, attention: bool, in_fp8: bool = False) -> None:
+        model.use(layers, attention)
+        if fp8 is not None:
+            fp8.use(in_fp8)
 
     def run(batch: ForwardBatch) -> list[torch.Tensor]:
         return [model.draft_states(batch.input_ids, batch.positions, batch)]
 
-    ways = [Way(RELEASE, partial(model.use, None, False), run)]
+    ways = [Way(RELEASE, partial(use, None, False), run)]
     if any(can_fuse(layer.self_attn) for layer in model.layers):
-        ways.insert(0, Way(PARTS, partial(model.use, None, True), run))
+        ways.insert(0, Way(PARTS, partial(use, None, True), run))
     if layers is not None:
-        ways.insert(0, Way(LAYERS, partial(model.use, layers, True), run))
+        ways.insert(0, Way(LAYERS, partial(use, layers, True), run))
+    if fp8 is not None:
+        best = ways[0]
+        in_fp8 = partial(best.use, in_fp8=True)
+        ways.insert(0, Way(f"{best.name} in FP8", in_fp8, run, MIDDLE_FP8, WORST_FP8))
     return ways

@@ -97,6 +97,7 @@ class DFlashWorkerBase:
             self.adapter_watch = AdapterWatch(self.parts.adapters.manager.name_of)
         self.weights_watch = WeightsWatch(tp_rank == 0)
         self._aside: SetAside | None = None
+        self.model_runner.model.settle()  # where no rounds are captured
         self.watch = watch_of(self.parts.req_to_token.device)
         if tp_rank == 0:
             report_memory(target_worker.model_runner, self.model_runner)
@@ -243,6 +244,7 @@ class DFlashWorkerBase:
     def new_weights(self) -> None:
         """The target has other weights."""
         self.weights_watch.new_weights()
+        self.model_runner.model.take_head_again()
 
     def set_aside(self) -> None:
         """Before memory is released: what is lost with it and nobody sends again."""

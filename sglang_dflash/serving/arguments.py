@@ -92,6 +92,7 @@ def apply_dflash_arguments(args: ServerArgs) -> None:
     _check_tensor_parallelism(args, config)
     _check_draft_backend(args)
     _check_quantization(args)
+    _check_draft_quantization(args)
     _check_attention(args)
     _choose_worker(args)
 
@@ -169,11 +170,21 @@ def _refuse_unsupported(args: ServerArgs) -> None:
         if value not in off:
             given = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise DFlashError(f"{given} is not supported with DFLASH ({why}): leave it out.")
-    if not args.quantization and args.speculative_draft_model_quantization:
+
+
+def _check_draft_quantization(args: ServerArgs) -> None:
+    """By default the release gives the drafter the target's, which is no wish for it."""
+    asked = args.speculative_draft_model_quantization
+    if asked in (None, "unquant", args.quantization):
+        return
+    flag = f"--speculative-draft-model-quantization {asked}"
+    if asked != "fp8":
         raise DFlashError(
-            f"--speculative-draft-model-quantization {args.speculative_draft_model_quantization} is not supported "
-            "with DFLASH, which runs its drafter unquantized: leave it out."
+            f"{flag} is not supported with DFLASH: choose fp8, or unquant for a drafter as it is stored, or leave it "
+            "out."
         )
+    if args.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise DFlashError(f"{flag} cannot run here, because this GPU has no FP8: leave it out.")
 
 
 def _check_against_target(args: ServerArgs, config: DraftConfig) -> None:

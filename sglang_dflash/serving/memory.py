@@ -20,6 +20,7 @@ from torch import nn
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_weights
 from sglang_dflash.checkpoint.load import load_config
+from sglang_dflash.drafter.fp8 import head_bytes
 from sglang_dflash.gpu.pass_sizes import (
     SHORT_TABLE,
     dear_sizes,
@@ -171,6 +172,7 @@ def budget_draft_model(runner: ModelRunner, rest_gib: float, cell_size: int) -> 
     linear = runner.mambaish_config is not None
     rounds = round_buffers(args, config, target.vocab_size, itemsize, target.context_len, linear)
     positions = rope_positions(args, target.context_len)
+    rounds += head_bytes(args, config.hidden_size, target.vocab_size)
     needs = draft_memory(config, runner.tp_size, itemsize, positions, rounds)
     left = rest_gib - (needs.weights + needs.rounds) / GIB
     draft_kv = needs.kv

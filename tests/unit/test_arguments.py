@@ -137,8 +137,8 @@ def test_draft_path(changes: dict[str, Any], named: str) -> None:
         ({"speculative_token_map": "x"}, "--speculative-token-map x"),
         ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 0.5"),
         (
-            {"speculative_draft_model_quantization": "fp8"},
-            "--speculative-draft-model-quantization fp8",
+            {"speculative_draft_model_quantization": "awq"},
+            "--speculative-draft-model-quantization awq is not supported with DFLASH: choose fp8",
         ),
         ({"tp_size": 3}, "--tp-size 3 does not divide"),
         (
