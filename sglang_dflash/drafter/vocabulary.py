@@ -7,8 +7,8 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import nn
 
-from sglang_dflash.drafter.fp8 import Fp8Weight
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.gpu.fp8 import Fp8Weight
 from sglang_dflash.gpu.kernels.argmax import row_max, row_top2
 
 

@@ -22,10 +22,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
 from sglang_dflash.gpu.experts import can_run_experts, is_sparse, run_experts
+from sglang_dflash.gpu.fp8 import Fp8Rows, reads_fp8
 from sglang_dflash.gpu.fused_attention import can_fuse, is_plain_norm, norm_rope_store
 from sglang_dflash.gpu.kernels.add_norm import add_norm
 from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, launch, room_for
-from sglang_dflash.gpu.kernels.swiglu import swiglu
+from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_fp8
 from sglang_dflash.gpu.rank_sums import RankSums
 from sglang_dflash.gpu.tilings import Key, Kind, Tilings
 
@@ -69,12 +70,14 @@ class FusedLayers:
         normed = self.layers[0].input_layernorm(x)
         for i, layer in enumerate(self.layers):
             if i > 0:
-                normed, residual = self._add_norm(x, residual, layer.input_layernorm, MLP)
+                reader = layer.self_attn.qkv_proj
+                normed, residual = self._add_norm(x, residual, layer.input_layernorm, MLP, reader)
             if i in taps:
                 tapped.append(residual)
             x = self._attend(layer.self_attn, positions, normed, forward_batch)
+            reader = getattr(layer.mlp, "gate_up_proj", None)
             normed, residual = self._add_norm(
-                x, residual, layer.post_attention_layernorm, ATTENTION
+                x, residual, layer.post_attention_layernorm, ATTENTION, reader
             )
             with get_global_expert_distribution_recorder().with_current_layer(i):
                 x = self._mlp(layer.mlp, normed, forward_batch)
@@ -85,7 +88,7 @@ class FusedLayers:
         self,
         attention: nn.Module,
         positions: torch.Tensor,
-        x: torch.Tensor,
+        x: torch.Tensor | Fp8Rows,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """[rows, hidden] → this rank's part of the same, or its parts."""
@@ -94,18 +97,23 @@ class FusedLayers:
         attended = attention.attn(q, None, None, forward_batch, save_kv_cache=False)
         return self._product(attention.o_proj, attended, self._after(len(x)))
 
-    def _mlp(self, mlp: nn.Module, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+    def _mlp(
+        self, mlp: nn.Module, x: torch.Tensor | Fp8Rows, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
         """[rows, hidden] → this rank's part of the same, or its parts."""
         if is_sparse(mlp):
             return run_experts(mlp, x, forward_batch)
-        activated = self._product(mlp.gate_up_proj, x, Kind.SWIGLU)
+        if reads_fp8(mlp.gate_up_proj) and reads_fp8(mlp.down_proj):
+            activated = swiglu_fp8(whole_product(mlp.gate_up_proj, x))
+        else:
+            activated = self._product(mlp.gate_up_proj, x, Kind.SWIGLU)
         return self._product(mlp.down_proj, activated, self._after(len(x)))
 
     def _after(self, rows: int) -> Kind:
         """What comes after a product that the norm follows: whether it adds parts."""
         return Kind.SUMMED if self.ranks is None or self.ranks.adds_parts(rows) else Kind.WHOLE
 
-    def _product(self, linear: nn.Module, x: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def _product(self, linear: nn.Module, x: torch.Tensor | Fp8Rows, kind: Kind) -> torch.Tensor:
         """[rows, in] → [rows, out], or the parts of it, [parts, rows, out] float32."""
         key = key_of(linear, kind, room_for(len(x)))
         skinny = key is not None and x.dtype == linear.weight.dtype
@@ -115,14 +123,21 @@ class FusedLayers:
         return swiglu(y) if kind is Kind.SWIGLU else y
 
     def _add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, turn: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: RMSNorm,
+        turn: int,
+        reader: nn.Module | None = None,
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+        """Norm of the sum, as the layer takes it that reads it, and the sum."""
         if self.ranks is None:
-            return add_norm(x, residual, norm.weight, norm.variance_epsilon)
+            in_fp8 = reads_fp8(reader)
+            return add_norm(x, residual, norm.weight, norm.variance_epsilon, in_fp8)
         return self.ranks.add_norm(x, residual, norm, turn)
 
 
-def whole_product(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def whole_product(linear: nn.Module, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
     """A layer's own product, of which other ranks may have parts: [rows, in] → [rows, out]."""
     if isinstance(linear, RowParallelLinear):
         return linear(x, skip_all_reduce=True)[0]

@@ -21,9 +21,11 @@ from sglang_dflash.gpu.kernels import (
     store_rows,
     tile_plan,
 )
+from sglang_dflash.gpu.kernels.add_norm import _add_norm
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
 from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
 from sglang_dflash.gpu.kernels.penalties import END, PRESENT, _count, _penalize
+from sglang_dflash.gpu.kernels.swiglu import _swiglu_fp8
 
 # Compute capability → shared memory that a program may have: A100, RTX 4090, H200.
 MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -138,6 +140,22 @@ def small(capability: int, dtype: str) -> int:
     return max(each.metadata.shared for each in made)
 
 
+def in_fp8(capability: int) -> int:
+    """Compiles what quantizes rows of Qwen3-8B's shape on the way; the shared memory of the larger."""
+    names = ("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr", "gate_up_ptr")
+    types = dict.fromkeys(names, "*bf16") | {"y_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    types |= {"eps": "fp32", "rows": "i32"}
+    early = capability >= 90
+    norm = dict(LARGEST=448.0, PARTS=1, SIZE=4096, SIZE_POW2=4096, EARLY=early)
+    swiglu = dict(LARGEST=448.0, SIZE=12288, SIZE_POW2=16384, EARLY=early)
+    made = [
+        compiled(_add_norm, capability, norm, types, 8),
+        compiled(_add_norm, capability, norm | {"PARTS": 2}, types | {"x_ptr": "*fp32"}, 8),
+        compiled(_swiglu_fp8, capability, swiglu, types, 16),
+    ]
+    return max(each.metadata.shared for each in made)
+
+
 def adapters(capability: int, dtype: str) -> int:
     """Compiles what adapters of Qwen3-8B's rank 16 and 256 add to its products; the shared memory of the largest."""
     names = ("x_ptr", "a_ptr", "b_ptr", "y_ptr", "out_ptr")
@@ -177,6 +195,8 @@ def main() -> None:
             capability, "linear attention", f"{delta_nets(capability, dtype):,} bytes", flush=True
         )
         print(capability, "small", f"{small(capability, dtype):,} bytes", flush=True)
+        if capability >= 89:
+            print(capability, "FP8", f"{in_fp8(capability):,} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.gpu.fp8 import DTYPE, LARGEST, Fp8Rows
 from sglang_dflash.gpu.kernels.launch import can_overlap, starts_early
 
 
@@ -16,8 +17,10 @@ def _add_norm(
     weight_ptr,
     y_ptr,
     sum_ptr,
+    scale_ptr,
     eps,
     rows,
+    LARGEST: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_POW2: tl.constexpr,
@@ -28,7 +31,7 @@ def _add_norm(
     inside = i < SIZE
     at = row.to(tl.int64) * SIZE + i
     weight = tl.load(weight_ptr + i, mask=inside, other=0).to(tl.float32)
-    dtype = y_ptr.dtype.element_ty
+    dtype = sum_ptr.dtype.element_ty
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -40,24 +43,35 @@ def _add_norm(
     x += tl.load(residual_ptr + at, mask=inside, other=0).to(tl.float32)
     tl.store(sum_ptr + at, x.to(dtype), mask=inside)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    tl.store(y_ptr + at, (x * scale * weight).to(dtype), mask=inside)
+    y = x * scale * weight
+    if LARGEST is None:
+        tl.store(y_ptr + at, y.to(dtype), mask=inside)
+    else:
+        step = tl.maximum(tl.max(tl.abs(y), axis=0) / LARGEST, 1e-12)
+        tl.store(y_ptr + at, (y / step).to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(scale_ptr + row, step)
 
 
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, in_fp8: bool = False
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """RMSNorm of a sum, and the sum.
 
     Args:
         x: [n, hidden], or the parts of a product, [parts, n, hidden] float32; contiguous.
         residual: [n, hidden], contiguous; not written.
         weight: [hidden].
+        in_fp8: whether what is normed is to be quantized.
 
     Returns:
         [n, hidden] each, of the dtype of `residual`.
     """
     n, size = residual.shape
-    y, total = torch.empty_like(residual), torch.empty_like(residual)
+    y, total = (
+        torch.empty_like(residual, dtype=DTYPE if in_fp8 else None),
+        residual.new_empty(n, size),
+    )
+    scales = residual.new_empty(n, 1, dtype=torch.float32) if in_fp8 else None
     parts = x.shape[0] if x.dim() == 3 else 1
     # Parts come of a product that lets the kernel after it start.
     early = starts_early(n) or parts > 1 and can_overlap()
@@ -67,8 +81,10 @@ def add_norm(
         weight,
         y,
         total,
+        scales,
         eps,
         n,
+        LARGEST=LARGEST if in_fp8 else None,
         PARTS=parts,
         SIZE=size,
         SIZE_POW2=triton.next_power_of_2(size),
@@ -76,7 +92,7 @@ def add_norm(
         launch_pdl=early,
         num_warps=max(1, min(8, triton.next_power_of_2(size) // 512)),
     )
-    return y, total
+    return (Fp8Rows(y, scales, residual.dtype) if in_fp8 else y), total
 
 
 def add_norm_reference(

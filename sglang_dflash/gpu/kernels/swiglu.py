@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.gpu.fp8 import DTYPE, LARGEST, Fp8Rows
 from sglang_dflash.gpu.kernels.launch import starts_early
 
 
@@ -21,6 +22,51 @@ def _swiglu(gate_up_ptr, y_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: t
     up = tl.load(gate_up_ptr + (row * 2 + 1) * SIZE + i, mask=inside, other=0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + row * SIZE + i, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_fp8(
+    gate_up_ptr,
+    y_ptr,
+    scale_ptr,
+    LARGEST: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_POW2: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE_POW2)
+    inside = i < SIZE
+    gate = tl.load(gate_up_ptr + row * 2 * SIZE + i, mask=inside, other=0).to(tl.float32)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * SIZE + i, mask=inside, other=0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    step = tl.maximum(tl.max(tl.abs(y), axis=0) / LARGEST, 1e-12)
+    tl.store(y_ptr + row * SIZE + i, (y / step).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, step)
+
+
+def swiglu_fp8(gate_up: torch.Tensor) -> Fp8Rows:
+    """silu(gate) * up, quantized: [n, 2 * size], contiguous → [n, size]."""
+    n, size = len(gate_up), gate_up.shape[1] // 2
+    y = gate_up.new_empty(n, size, dtype=DTYPE)
+    scales = gate_up.new_empty(n, 1, dtype=torch.float32)
+    pow2 = triton.next_power_of_2(size)
+    early = starts_early(n)
+    _swiglu_fp8[(n,)](
+        gate_up,
+        y,
+        scales,
+        LARGEST=LARGEST,
+        SIZE=size,
+        SIZE_POW2=pow2,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=max(1, min(16, pow2 // 512)),
+    )
+    return Fp8Rows(y, scales, gate_up.dtype)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
