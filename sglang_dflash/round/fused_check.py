@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 # How far a row may be from the release's, relative to its length: in the middle, and at the worst, where an
 # expert may be another one. bfloat16 rounds by 0.2% at a time; what computes something else is off by 50% and more.
 MIDDLE, WORST = 0.08, 0.4
-# The same of layers in FP8, which rounds by 2 to 3% at a time: drafts of such a row are about as often right.
-MIDDLE_FP8, WORST_FP8 = 0.2, 0.6
+# The same of layers in FP8, where each of twenty products is off by 4%: 18% and 24% with five layers of Qwen3-8B's
+# shape on an H200, whose drafts are about as often right.
+MIDDLE_FP8, WORST_FP8 = 0.3, 0.6
 # Of width rows each: products by tilings, and by cuBLAS in kernels that do not start early.
 _REQUESTS = (1, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from sglang_dflash.serving.memory_saver import check_memory_saver
 from sglang_dflash.serving.places import check_places
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -279,10 +282,27 @@ def _check_quantization(args: ServerArgs) -> None:
         raise
     except Exception as reason:
         text = " ".join(str(reason).split()).rstrip(".")
+        dtype = _dtype_that_runs(target, LoadConfig())
+        do = f"add --dtype {dtype}" if dtype else "use another checkpoint, or another GPU"
         raise DFlashError(
             f"--model-path {args.model_path} is quantized as {target.quantization}, which SGLang does not run here "
-            f"({text}): use another checkpoint, or another GPU."
+            f"({text}): {do}."
         ) from reason
+
+
+def _dtype_that_runs(target: ModelConfig, load: LoadConfig) -> str | None:
+    """As which the release runs a quantized target that it does not run as what it is to be."""
+    from sglang.srt.model_loader.loader import _get_quantization_config
+
+    for dtype in (torch.float16, torch.bfloat16):
+        other = copy.copy(target)
+        other.dtype = dtype
+        try:
+            _get_quantization_config(other, load)
+            return str(dtype).removeprefix("torch.")
+        except Exception:
+            continue
+    return None
 
 
 def _has_latents(args: ServerArgs) -> bool:

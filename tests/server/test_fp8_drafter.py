@@ -1,4 +1,4 @@
-"""A drafter in FP8: the answers of plain decoding, with drafts that are about as often right as those of its own weights."""
+"""A drafter in FP8: the answers of plain decoding, with drafts that are about as often right."""
 
 from __future__ import annotations
 

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from sglang.srt.model_loader import loader
 from sglang.srt.server_args import ServerArgs
 from transformers import Qwen3NextConfig
 
 from sglang_dflash.errors import DFlashError
-from sglang_dflash.serving.arguments import _check_attention
+from sglang_dflash.serving.arguments import _check_attention, _check_quantization
 from tests.unit.decoders import DELTA_NETS, SIZES, write_drafter
 from tests.unit.drafters import save, speculators_config
 
@@ -320,6 +322,28 @@ def test_another_kind_of_drafter_as_the_model(tmp_path: Path) -> None:
     raw = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     with pytest.raises(DFlashError, match="of type eagle3"):
         from_drafter(save(tmp_path, raw))
+
+
+@pytest.mark.parametrize(
+    ("runs", "do"), [("float16", "add --dtype float16."), (None, "another checkpoint, or another")]
+)
+def test_a_quantized_target_in_another_dtype(
+    runs: str | None, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release has GPTQ's other layouts in float16 alone."""
+
+    def load(target: Any, _: Any) -> None:
+        if str(target.dtype) != f"torch.{runs}":
+            raise ValueError("torch.bfloat16 is not supported for quantization method gptq.")
+
+    monkeypatch.setattr(loader, "_get_quantization_config", load)
+    target = SimpleNamespace(quantization="gptq", dtype=torch.bfloat16)
+    args = SimpleNamespace(model_path="own", get_model_config=lambda: target)
+    with pytest.raises(
+        DFlashError, match="own is quantized as gptq, which SGLang does not run"
+    ) as said:
+        _check_quantization(args)
+    assert do in str(said.value) and target.dtype == torch.bfloat16
 
 
 def test_fa3_knows_no_chunks() -> None:
