@@ -6,20 +6,11 @@ often right. What context K/V are made of stays as it is stored: it is read for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from sglang_dflash.gpu.fp8 import Fp8Method, Fp8Weight
 
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
-    from sglang_dflash.drafter.model import DFlashDraftModel
-
-# Elements of a weight from which on an H200 saves more than quantizing rows takes (2.5 microseconds).
-LEAST_ELEMENTS = 16_000_000
 _MULTIPLE = 16  # sizes that the kernels take
 
 
@@ -30,10 +21,10 @@ class Fp8Products:
         in_use: whether they are.
     """
 
-    def __init__(self, model: DFlashDraftModel, least: int):
+    def __init__(self, model: nn.Module, least: int):
         """
         Args:
-            model: loaded and finished.
+            model: a `DFlashDraftModel`, loaded and finished.
             least: elements of a weight that is to be one.
         """
         self._model, self.in_use = model, False
@@ -70,7 +61,7 @@ class Fp8Products:
             torch.cuda.empty_cache()
 
 
-def _linears(model: DFlashDraftModel, least: int) -> list[nn.Module]:
+def _linears(model: nn.Module, least: int) -> list[nn.Module]:
     made = []
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -80,28 +71,3 @@ def _linears(model: DFlashDraftModel, least: int) -> list[nn.Module]:
 
 def _pays(weight: torch.Tensor, least: int) -> bool:
     return weight.numel() >= least and not any(size % _MULTIPLE for size in weight.shape)
-
-
-def least_elements(args: ServerArgs) -> int | None:
-    """Elements of weights that run in FP8; None for none.
-
-    By default those of an H100 or H200 whose products take longer than quantizing rows does, but none with
-    deterministic inference.
-    """
-    asked = args.speculative_draft_model_quantization
-    if asked == "fp8" and asked != args.quantization:
-        return 0
-    if asked == "unquant" or args.device != "cuda" or args.enable_deterministic_inference:
-        return None
-    return LEAST_ELEMENTS if torch.cuda.get_device_capability() == (9, 0) else None
-
-
-def head_bytes(args: ServerArgs, size: int, vocab_size: int) -> int:
-    """What the LM head in FP8 takes beside the target's own, on one rank.
-
-    Args:
-        size: hidden.
-    """
-    least = least_elements(args)
-    rows = -(-vocab_size // args.tp_size)
-    return 0 if least is None or rows * size < least else rows * (size + 4)

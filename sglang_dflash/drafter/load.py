@@ -15,8 +15,8 @@ from sglang_dflash.checkpoint.formats.zlab import ARCHITECTURE
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.checkpoint.release_folder import release_folder
 from sglang_dflash.checkpoint.target_class import language_model
-from sglang_dflash.drafter.fp8 import least_elements
 from sglang_dflash.drafter.model import DFlashDraftModel
+from sglang_dflash.gpu.fp8 import least_elements
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool

@@ -20,7 +20,7 @@ from torch import nn
 from sglang_dflash.checkpoint.formats.config import DraftConfig
 from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_weights
 from sglang_dflash.checkpoint.load import load_config
-from sglang_dflash.drafter.fp8 import head_bytes
+from sglang_dflash.gpu.fp8 import head_bytes
 from sglang_dflash.gpu.pass_sizes import (
     SHORT_TABLE,
     dear_sizes,

@@ -173,8 +173,9 @@ def compare_found(
 ) -> None:
     """How likely passes with DFLASH find the tokens of plain decoding's answers when they read them.
 
-    They are as near to what plain decoding found as its own passes over prompts are. One other token changes nothing
-    here, however little decides which experts a router takes.
+    They are about as near to what plain decoding found as its own passes over prompts are, which have the prompt itself
+    in common with it. One other token changes nothing here, however little decides which experts a router takes. What
+    computes something else is off by more than a nat.
     """
     told = [row[0] for each in answers for row in each["meta_info"]["output_token_logprobs"][:-1]]
     off = {}
@@ -185,7 +186,7 @@ def compare_found(
         said = ", ".join(f"{gap:.4f}" for gap in off[whose])
         print(f"{name}: reading finds answers off by {said} nat ({whose}; half, 90%, 99%)")
     for mine, own in zip(off[name], off["plain"], strict=True):
-        assert mine <= 1.5 * own + TIE / 20
+        assert mine <= 3 * own + TIE / 10
 
 
 class Left(NamedTuple):

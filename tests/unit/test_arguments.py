@@ -324,6 +324,13 @@ def test_another_kind_of_drafter_as_the_model(tmp_path: Path) -> None:
         from_drafter(save(tmp_path, raw))
 
 
+@pytest.mark.parametrize("asked", [None, "unquant", "fp8"])
+def test_a_drafter_as_it_is_stored_can_be_asked_for(asked: str | None) -> None:
+    """Elsewhere the release takes that for nothing asked."""
+    args = arguments(speculative_draft_model_quantization=asked)
+    assert args.speculative_draft_model_quantization == asked
+
+
 @pytest.mark.parametrize(
     ("runs", "do"), [("float16", "add --dtype float16."), (None, "another checkpoint, or another")]
 )

@@ -10,10 +10,14 @@ import pytest
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from sglang_dflash.drafter import fp8
-from sglang_dflash.drafter.fp8 import head_bytes, least_elements
-from sglang_dflash.gpu import fp8 as products
-from sglang_dflash.gpu.fp8 import Fp8Rows, Fp8Weight, quantize_rows
+from sglang_dflash.gpu import fp8
+from sglang_dflash.gpu.fp8 import (
+    Fp8Rows,
+    Fp8Weight,
+    head_bytes,
+    least_elements,
+    quantize_rows,
+)
 from sglang_dflash.gpu.kernels.add_norm import add_norm
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_fp8
 from sglang_dflash.gpu.tilings import Tilings
@@ -53,7 +57,7 @@ def test_product(bias: bool) -> None:
 
 
 def test_other_numbers_go_to_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_CHUNK", 10)
+    monkeypatch.setattr(fp8, "_CHUNK", 10)
     made = Fp8Weight(torch.randn(32, 16))
     at = made.values.data_ptr(), made.scales.data_ptr()
     other = torch.randn(32, 16)
