@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.gpu.fp8 import DTYPE, LARGEST, Fp8Rows
+from sglang_dflash.gpu.kernels.fp8_row import store_fp8
 from sglang_dflash.gpu.kernels.launch import can_overlap, starts_early
 
 
@@ -47,9 +48,7 @@ def _add_norm(
     if LARGEST is None:
         tl.store(y_ptr + at, y.to(dtype), mask=inside)
     else:
-        step = tl.maximum(tl.max(tl.abs(y), axis=0) / LARGEST, 1e-12)
-        tl.store(y_ptr + at, (y / step).to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(scale_ptr + row, step)
+        store_fp8(y, y_ptr, scale_ptr, row, at, inside, LARGEST)
 
 
 def add_norm(

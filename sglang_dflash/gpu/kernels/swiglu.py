@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_dflash.gpu.fp8 import DTYPE, LARGEST, Fp8Rows
+from sglang_dflash.gpu.kernels.fp8_row import store_fp8
 from sglang_dflash.gpu.kernels.launch import starts_early
 
 
@@ -43,9 +44,7 @@ def _swiglu_fp8(
     gate = tl.load(gate_up_ptr + row * 2 * SIZE + i, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + (row * 2 + 1) * SIZE + i, mask=inside, other=0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    step = tl.maximum(tl.max(tl.abs(y), axis=0) / LARGEST, 1e-12)
-    tl.store(y_ptr + row * SIZE + i, (y / step).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, step)
+    store_fp8(y, y_ptr, scale_ptr, row, row * SIZE + i, inside, LARGEST)
 
 
 def swiglu_fp8(gate_up: torch.Tensor) -> Fp8Rows:
