@@ -255,9 +255,12 @@ class DFlashDraftModel(nn.Module):
         if vocabulary.fp8_head is not None:
             vocabulary.fp8_head.fill(vocabulary.plain_head)
 
-    def fuse(self, tilings: Tilings, ranks: RankSums | None) -> None:
-        """Fuses the layers for captured rounds; all ranks call it alike."""
-        self.use(fuse_layers(self.layers, self.norm, tilings, ranks), attention=True)
+    def fuse(self, tilings: Tilings, ranks: RankSums | None, rows: Iterable[int] = ()) -> None:
+        """Fuses the layers for captured rounds; all ranks call it alike; see `fuse_layers`."""
+        # What runs in FP8 has other products.
+        rows = rows if self.fp8 is None else ()
+        layers = fuse_layers(self.layers, self.norm, tilings, ranks, rows)
+        self.use(layers, attention=True)
 
     def use(self, layers: FusedLayers | None, attention: bool) -> None:
         """How captured rounds run the layers: fused, or with their attention alone fused, where it can be, or not."""

@@ -1,14 +1,14 @@
 """The layers of a captured block in few launches, for targets and for the draft model.
 
-What is between the matrix products is fused, with what splits them. Small products of plain weights run as
-tilings that were found for their shapes; all others, quantized ones and those with a bias among them, are
+What is between the matrix products is fused, with what splits them. Products of plain weights run as was
+found to be the fastest for their shapes; all others, quantized ones and those with a bias among them, are
 the layer's own, and so are experts. Under tensor parallelism the sum over the ranks goes with the norm
 that follows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +25,11 @@ from sglang_dflash.gpu.experts import can_run_experts, is_sparse, run_experts
 from sglang_dflash.gpu.fp8 import Fp8Rows, reads_fp8
 from sglang_dflash.gpu.fused_attention import can_fuse, is_plain_norm, norm_rope_store
 from sglang_dflash.gpu.kernels.add_norm import add_norm
-from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, launch, room_for
+from sglang_dflash.gpu.kernels.skinny_matmul import MOST_ROWS, ROOMS, room_for
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_fp8
+from sglang_dflash.gpu.products import multiply
 from sglang_dflash.gpu.rank_sums import RankSums
-from sglang_dflash.gpu.tilings import Key, Kind, Tilings
+from sglang_dflash.gpu.tilings import MOST_SEARCHED, Key, Kind, Tilings
 
 # Which turn of the ranks' shared memory a sum takes (`kernels/sum_add_norm.py`).
 ATTENTION, MLP = 0, 1
@@ -40,7 +41,7 @@ class FusedLayers:
 
     Attributes:
         last_norm: after the last of them.
-        tilings: of their small products.
+        tilings: how their products run.
         ranks: sums over the ranks; None where there is one rank.
     """
 
@@ -115,10 +116,10 @@ class FusedLayers:
 
     def _product(self, linear: nn.Module, x: torch.Tensor | Fp8Rows, kind: Kind) -> torch.Tensor:
         """[rows, in] → [rows, out], or the parts of it, [parts, rows, out] float32."""
-        key = key_of(linear, kind, room_for(len(x)))
-        skinny = key is not None and x.dtype == linear.weight.dtype
-        if skinny and (tiling := self.tilings.get(key)) is not None:
-            return launch(x, linear.weight, tiling, kind is Kind.SWIGLU)
+        key = key_of(linear, kind, room_for(len(x)) or len(x))
+        plain = key is not None and x.dtype == linear.weight.dtype
+        if plain and (choice := self.tilings.get(key)) is not None:
+            return multiply(x, linear.weight, choice, kind is Kind.SWIGLU)
         y = whole_product(linear, x)
         return swiglu(y) if kind is Kind.SWIGLU else y
 
@@ -145,14 +146,22 @@ def whole_product(linear: nn.Module, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
 
 
 def fuse_layers(
-    layers: Sequence[nn.Module], last_norm: RMSNorm, tilings: Tilings, ranks: RankSums | None
+    layers: Sequence[nn.Module],
+    last_norm: RMSNorm,
+    tilings: Tilings,
+    ranks: RankSums | None,
+    rows: Iterable[int] = (),
 ) -> FusedLayers | None:
-    """Layers to be run together, tilings found for their products; None where they cannot be."""
+    """Layers to be run together, tilings found for their products; None where they cannot be.
+
+    Args:
+        rows: of passes over more than tilings are for, of which cuBLAS's fastest algorithms are looked for.
+    """
     if not can_fuse_layers(layers) or not is_plain_norm(last_norm):
         return None
     fused = FusedLayers(layers, last_norm, tilings, ranks)
     weights: dict[Key, list[torch.Tensor]] = {}
-    for room in ROOMS:
+    for room in (*ROOMS, *sorted(n for n in set(rows) if MOST_ROWS < n <= MOST_SEARCHED)):
         for linear, kind in products_of(fused, room):
             if (key := key_of(linear, kind, room)) is not None:
                 weights.setdefault(key, []).append(linear.weight)
@@ -171,18 +180,18 @@ def products_of(fused: FusedLayers, rows: int) -> Iterator[tuple[nn.Module, Kind
             yield layer.mlp.down_proj, after
 
 
-def key_of(linear: nn.Module, kind: Kind, room: int | None) -> Key | None:
-    """What a tiling of a product is found by; None where it must be the layer's own.
+def key_of(linear: nn.Module, kind: Kind, room: int) -> Key | None:
+    """What a choice for a product is found by; None where it must be the layer's own.
 
     Args:
-        room: for its rows; None if they are too many.
+        room: for its rows, or these if they are more than any room is for.
     """
-    if room is None:
-        return None
     plain = isinstance(linear.quant_method, UnquantizedLinearMethod) and linear.bias is None
     if not plain or linear.weight.dtype != torch.bfloat16 or not linear.weight.is_contiguous():
         return None
     size, depth = linear.weight.shape
+    if room > MOST_ROWS and kind is Kind.SUMMED:
+        kind = Kind.WHOLE  # cuBLAS adds parts itself
     return Key(size // 2 if kind is Kind.SWIGLU else size, depth, kind, room)
 
 

@@ -7,7 +7,7 @@ changes any of them (residuals with factors, other norms, gated attention) is le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,12 +106,14 @@ class Body:
         return None if layers is None else replace(self, layers=layers)
 
 
-def fused_body(model: nn.Module, tilings: Tilings, ranks: RankSums | None) -> Body | None:
-    """All of a target but its head, its layers fused; None where they cannot be."""
+def fused_body(
+    model: nn.Module, tilings: Tilings, ranks: RankSums | None, rows: Iterable[int] = ()
+) -> Body | None:
+    """All of a target but its head, its layers fused; None where they cannot be; see `fuse_layers`."""
     if not can_fuse_target(model):
         return None
     body = model.model
-    layers = fuse_layers(body.layers, body.norm, tilings, ranks)
+    layers = fuse_layers(body.layers, body.norm, tilings, ranks, rows)
     return None if layers is None else Body(body, layers)
 
 

@@ -1,4 +1,5 @@
-"""Which tiling each small product runs with: known ones, and for other shapes the fastest of a few.
+"""Which tiling each small product runs with, and which algorithm of cuBLAS's a larger one: known ones, and for other
+shapes the fastest of a few.
 
 What was found is kept in a file, so that a model is measured once on a kind of GPU.
 """
@@ -20,7 +21,9 @@ import triton
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.distributed import get_tp_group
 
-from sglang_dflash.gpu.kernels.skinny_matmul import Tiling
+from sglang_dflash.gpu import cublas_lt
+from sglang_dflash.gpu.cublas_lt import Algorithm
+from sglang_dflash.gpu.kernels.skinny_matmul import MOST_ROWS, Tiling
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,10 @@ class Kind(StrEnum):
 
 
 class Key(NamedTuple):
-    """A product: `size` outputs a row (with SwiGLU, after it) of `depth` inputs, and up to `rows` rows."""
+    """A product: `size` outputs a row (with SwiGLU, after it) of `depth` inputs, and up to `rows` rows.
+
+    Of more than `MOST_ROWS`, exactly so many.
+    """
 
     size: int
     depth: int
@@ -45,10 +51,11 @@ class Key(NamedTuple):
         return f"{self.size}x{self.depth} {self.kind} {self.rows}"
 
 
-# None: cuBLAS.
-Found = dict[Key, Tiling | None]
-# Key, weights of that shape, tilings, seconds → microseconds of each that was timed; None is cuBLAS.
-Time = Callable[[Key, Sequence[torch.Tensor], Sequence[Tiling], float], dict[Tiling | None, float]]
+Choice = Tiling | Algorithm
+# None: cuBLAS, by the algorithm that it takes itself.
+Found = dict[Key, Choice | None]
+# Key, weights of that shape, choices, seconds → microseconds of each that was timed; None is cuBLAS.
+Time = Callable[[Key, Sequence[torch.Tensor], Sequence[Choice], float], dict[Choice | None, float]]
 
 QKV, OUT = (6144, 4096, Kind.SUMMED), (4096, 4096, Kind.SUMMED)
 GATE_UP, DOWN = (12288, 4096, Kind.SWIGLU), (4096, 12288, Kind.SUMMED)
@@ -90,7 +97,54 @@ _SWIGLU_TILES = {
     64: ((128, 64, 4, 8), (64, 64, 8, 4)),
     128: (),
 }
-_FILE = TypeAdapter(dict[str, dict[str, Tiling | None]])
+# Rows beyond which cuBLAS's own choice was within 2% of the best for Qwen3-8B's shapes on an H200.
+MOST_SEARCHED = 1024
+# Tiles, clusters, options and parts that were the fastest somewhere between 160 and 1,536 rows, of shapes of Qwen3
+# 4B, 8B and 32B and Llama-3.1-8B on an H200 (cuBLAS 13.1; a thousand were timed for each product, of some 400,000).
+_WERE_BEST = (
+    *((15, 4, 0, 1), (18, 2, 0, 1), (18, 3, 1, 1), (20, 3, 1, 1), (23, 3, 5, 1), (23, 4, 5, 1)),
+    *((24, 5, 5, 1), (26, 4, 1, 1), (27, 8, 0, 1), (28, 3, 0, 1), (29, 3, 1, 1), (30, 5, 2, 1)),
+    *((31, 5, 4, 1), (32, 3, 5, 1), (33, 2, 1, 1), (33, 5, 7, 2), (33, 7, 1, 1), (116, 5, 3, 1)),
+    *(
+        (135, 2, 4, 1),
+        (136, 2, 0, 2),
+        (164, 2, 4, 1),
+        (165, 2, 0, 1),
+        (166, 5, 0, 1),
+        (183, 2, 0, 1),
+    ),
+    *(
+        (184, 3, 0, 1),
+        (193, 5, 4, 1),
+        (197, 5, 0, 1),
+        (201, 3, 0, 1),
+        (208, 2, 0, 2),
+        (209, 5, 5, 1),
+    ),
+    *(
+        (221, 3, 4, 1),
+        (222, 5, 4, 1),
+        (248, 5, 4, 1),
+        (326, 4, 1, 1),
+        (397, 3, 5, 1),
+        (400, 3, 1, 1),
+    ),
+    *(
+        (403, 5, 7, 2),
+        (409, 3, 5, 1),
+        (412, 2, 5, 1),
+        (458, 3, 1, 1),
+        (460, 5, 3, 1),
+        (465, 2, 5, 1),
+    ),
+    *((472, 5, 5, 1), (500, 5, 5, 1), (549, 3, 5, 1)),
+)
+_HOPPERS, _STAGES, _IN_FLOAT32 = 66, 35, 2  # how cuBLASLt numbers what all of these have
+ALGORITHMS = tuple(
+    Algorithm(_HOPPERS, tile, _STAGES, parts, _IN_FLOAT32 * (parts > 1), 0, custom, 0, cluster)
+    for tile, cluster, custom, parts in _WERE_BEST
+)
+_FILE = TypeAdapter(dict[str, dict[str, Tiling | Algorithm | None]])
 
 
 class Tilings:
@@ -123,8 +177,8 @@ class Tilings:
         self._defaults = defaults or {}
         self._seconds = SECONDS
 
-    def get(self, key: Key) -> Tiling | None:
-        """The tiling of a product; None where cuBLAS is as fast, or nobody looked."""
+    def get(self, key: Key) -> Choice | None:
+        """What a product runs with; None where cuBLAS is as fast, or nobody looked."""
         return self.found.get(key)
 
     def find(self, weights: Mapping[Key, Sequence[torch.Tensor]]) -> None:
@@ -170,10 +224,16 @@ class Tilings:
         self._seconds -= spent
         self._write(measured)
         logger.info(
-            "DFLASH found tilings for %d products in %.1f s: %s%s",
+            "DFLASH found how to run %d products in %.1f s, %d with other algorithms than cuBLAS takes; tilings: %s%s",
             len(measured),
             spent,
-            ", ".join(f"{key} {_named(tiling)}" for key, tiling in measured.items()),
+            sum(isinstance(choice, Algorithm) for choice in measured.values()),
+            ", ".join(
+                f"{key} {_named(choice)}"
+                for key, choice in measured.items()
+                if key.rows <= MOST_ROWS
+            )
+            or "none",
             f"; no time for {len(skipped)}, which the next start looks at" if skipped else "",
         )
         return chosen | measured | self._default(skipped)
@@ -181,15 +241,18 @@ class Tilings:
     @property
     def _machine(self) -> str:
         """What a choice holds for."""
-        return f"{self.gpu}, bfloat16, triton {triton.__version__}, CUDA {torch.version.cuda}"
+        return (
+            f"{self.gpu}, bfloat16, triton {triton.__version__}, CUDA {torch.version.cuda}, "
+            f"cuBLASLt {cublas_lt.version()}"
+        )
 
     def _read(self) -> Found:
         names = _read_file(self.file).get(self._machine, {})
-        found = {_key(name): tiling for name, tiling in names.items()}
+        found = {_key(name): choice for name, choice in names.items()}
         return {
-            key: tiling
-            for key, tiling in found.items()
-            if key is not None and (tiling is None or tiling.fits(key.size, key.depth))
+            key: choice
+            for key, choice in found.items()
+            if key is not None and (choice is None or _can_run(key, choice))
         }
 
     def _write(self, measured: Found) -> None:
@@ -197,7 +260,7 @@ class Tilings:
             return
         content = _read_file(self.file)
         content.setdefault(self._machine, {}).update(
-            {str(key): tiling for key, tiling in measured.items()}
+            {str(key): choice for key, choice in measured.items()}
         )
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -235,8 +298,10 @@ def cache_folder() -> Path:
     return base / "sglang_dflash"
 
 
-def candidates(key: Key, multiprocessors: int) -> list[Tiling]:
-    """Tilings worth a look, the likeliest first: those whose programs fill the GPU best."""
+def candidates(key: Key, multiprocessors: int) -> list[Choice]:
+    """What is worth a look. Of tilings those whose programs fill the GPU best, the likeliest first."""
+    if key.rows > MOST_ROWS:
+        return list(ALGORITHMS)
     parts = (1, 2, 3, 4) if key.kind is Kind.SUMMED else (1,)
     tiles = (_SWIGLU_TILES if key.kind is Kind.SWIGLU else _TILES)[key.rows]
     first = 128 if key.rows <= 16 else 0  # more rows take the registers that more weights would
@@ -251,7 +316,7 @@ def candidates(key: Key, multiprocessors: int) -> list[Tiling]:
     return sorted(found, key=found.__getitem__, reverse=True)[:_CANDIDATES]
 
 
-def fastest(times: Mapping[Tiling | None, float]) -> Tiling | None:
+def fastest(times: Mapping[Choice | None, float]) -> Choice | None:
     """The best of the timed ones, cuBLAS (None) unless one is clearly faster."""
     best = min(times, key=times.__getitem__)
     return best if best is not None and times[best] < _GAIN * times[None] else None
@@ -267,11 +332,17 @@ def _key(name: str) -> Key | None:
         return None
 
 
-def _named(tiling: Tiling | None) -> str:
-    return "cuBLAS" if tiling is None else "×".join(map(str, tiling))
+def _can_run(key: Key, choice: Choice) -> bool:
+    return isinstance(choice, Algorithm) == (key.rows > MOST_ROWS) and choice.fits(
+        key.size, key.depth
+    )
 
 
-def _read_file(file: Path | None) -> dict[str, dict[str, Tiling | None]]:
+def _named(choice: Choice | None) -> str:
+    return "cuBLAS" if choice is None else "×".join(map(str, choice))
+
+
+def _read_file(file: Path | None) -> dict[str, dict[str, Choice | None]]:
     """Choices by machine and product; none where there is no file that says so."""
     try:
         return {} if file is None else _FILE.validate_json(file.read_bytes())

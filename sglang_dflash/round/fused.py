@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -42,6 +43,7 @@ def fuse_models(
     target_attention: type[BlockAttention],
     requests: int,
     width: int,
+    rows: Collection[int] = (),
 ) -> Body | None:
     """Fuses what can be fused of both models, and gives the right results; all ranks call it alike.
 
@@ -49,6 +51,7 @@ def fuse_models(
         draft_attention, target_attention: what computes attention in rounds.
         requests: the most that a round has.
         width: the most rows of a block.
+        rows: that passes are captured for.
 
     Returns:
         The target but its head, as captured rounds run it; None for its own forward pass.
@@ -61,8 +64,8 @@ def fuse_models(
         size = max(config.hidden_size, draft.model.draft.hidden_size)
         ranks = open_rank_sums(size, requests * width, config.dtype)
         tilings = tilings_of_process(time_tilings)
-        body = fused_body(target.model, tilings, ranks)
-        draft.model.fuse(tilings, ranks)
+        body = fused_body(target.model, tilings, ranks, rows)
+        draft.model.fuse(tilings, ranks, rows)
     group, rest = get_tp_group(), (width, parts.context_len)
     trials = trial_blocks(target, target_attention, True, *rest)
     chosen = first_right("target", target_ways(target.model, body), trials, group)

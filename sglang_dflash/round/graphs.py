@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -125,12 +125,14 @@ class RoundGraphs:
         widths: Iterable[int],
         survival: Survival | None = None,
         narrow: Iterable[int] = (),
+        passes: Collection[int] = (),
     ):
         """
         Args:
             survival: what says how likely drafts are to be accepted; None if nobody asks.
             narrow: widths of blocks that are drafted, too, where they are drafted faster. Of those `PromptGraphs`
                 verifies what pays.
+            passes: rows of those that `PromptGraphs` has.
         """
         self.parts, self.attention, self.survival = parts, attention, survival
         self.sizes, self.widths = sorted(sizes), sorted(widths)
@@ -146,7 +148,8 @@ class RoundGraphs:
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
         self._graphs: dict[Key, Captured | CapturedDrafts] = {}
-        self.body = fuse_models(parts, *attention, largest, self.widths[-1])
+        rows = {size * width for size in self.sizes for width in self.widths} | {*passes}
+        self.body = fuse_models(parts, *attention, largest, self.widths[-1], rows)
         self.adapted_body: Body | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self._capture_all("rounds", self._keys(self.sizes, self.widths), self._capture)

@@ -334,7 +334,8 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     if adapted:
         parts.adapters.widen_products()
     with nullcontext() if parts.adapters is None else parts.adapters.taken_off():
-        rounds = RoundGraphs(parts, attention, sizes, widths, survival, narrow if passes else ())
+        narrow = narrow if passes else []
+        rounds = RoundGraphs(parts, attention, sizes, widths, survival, narrow, passes)
         prompts = PromptGraphs(parts, rounds, passes) if passes else None
     if adapted:
         parts.adapters.make_buffers(prompts.inputs.most + 1 if prompts else sizes[-1])

@@ -32,8 +32,10 @@ SIZES = dict(
     num_key_value_heads=4,
     head_dim=64,
 )
-# Blocks of 4 rows each: products by tilings and by cuBLAS, sums that start early and that do not.
-REQUESTS = (1, 4, 7, 14, 30, 40)
+# Blocks of 4 rows each: products by tilings, by algorithms of cuBLAS that are looked for, and by its own; sums that
+# start early and that do not.
+REQUESTS = (1, 4, 7, 14, 30, 40, 48)
+SEARCHED = 4 * 48
 
 
 def differences(name: str, tilings: Tilings, ranks: RankSums | None) -> float:
@@ -41,8 +43,8 @@ def differences(name: str, tilings: Tilings, ranks: RankSums | None) -> float:
     moe = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
     sizes = SIZES | (moe if "moe" in name else {})
     model = make_target(name, "cuda", torch.bfloat16, **sizes)
-    body = fused_body(model, tilings, ranks)
-    assert body is not None
+    body = fused_body(model, tilings, ranks, [SEARCHED])
+    assert body is not None and any(key.rows == SEARCHED for key in tilings.found)
     found = []
     for requests in REQUESTS:
         blocks = Blocks(model, "cuda", requests)

@@ -11,11 +11,22 @@ import pytest
 import torch
 
 from sglang_dflash.gpu import tilings
+from sglang_dflash.gpu.cublas_lt import Algorithm
 from sglang_dflash.gpu.kernels.skinny_matmul import MOST_ROWS, ROOMS, Tiling
-from sglang_dflash.gpu.tilings import KNOWN, QWEN3_8B, Key, Kind, Tilings, candidates, fastest
+from sglang_dflash.gpu.tilings import (
+    ALGORITHMS,
+    KNOWN,
+    QWEN3_8B,
+    Key,
+    Kind,
+    Tilings,
+    candidates,
+    fastest,
+)
 
 GPU, MULTIPROCESSORS = "NVIDIA H100", 132
 DOWN, GATE_UP = Key(4096, 14336, Kind.SUMMED, 16), Key(14336, 4096, Kind.SWIGLU, 16)
+LARGE = Key(4096, 14336, Kind.WHOLE, 192)
 # As H200s took for products of these shapes, in the order of magnitude.
 CUBLAS, FASTER, SLOWER = 32.0, 29.0, 40.0
 
@@ -80,6 +91,30 @@ def test_the_next_start_measures_nothing(start, caplog: pytest.LogCaptureFixture
     found = start(again)
     found.find(weights_of(DOWN, GATE_UP))
     assert again.asked == [] and found.found == once.found and len(caplog.records) == 1
+
+
+def test_many_rows(start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Run by an algorithm of cuBLAS's, which is remembered; what is no algorithm is not taken for one."""
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "tilings.json"
+    found = start(Gpu({LARGE: FASTER}), file=file)
+    found.find(weights_of(LARGE))
+    assert found.get(LARGE) == ALGORITHMS[1] and isinstance(found.get(LARGE), Algorithm)
+    assert "1 with other algorithms than cuBLAS takes; tilings: none" in caplog.text
+    again = start(Gpu({}), file=file)
+    again.find(weights_of(LARGE))
+    assert again.found == found.found
+    (content,) = json.loads(file.read_text()).values()
+    content[str(DOWN)], content[str(LARGE)] = ALGORITHMS[0], Tiling(64, 128, 128, 1, 5, 4)
+    file.write_text(json.dumps({found._machine: content}))
+    gpu = Gpu({})
+    start(gpu, file=file).find(weights_of(DOWN, LARGE))
+    assert gpu.asked == [DOWN, LARGE]
+
+
+def test_algorithms_are_different() -> None:
+    assert len(set(ALGORITHMS)) == len(ALGORITHMS)
+    assert all((each.splits > 1) == (each.reduction > 0) for each in ALGORITHMS)
 
 
 def test_another_machine_measures_itself(start, monkeypatch: pytest.MonkeyPatch) -> None:
