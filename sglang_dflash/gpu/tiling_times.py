@@ -31,6 +31,7 @@ _REPLAYS = 5
 # Of algorithms, which are many: microseconds that each is looked at, calls at most, how many are varied and how, and
 # how many are timed as they run in a round.
 _GLANCE, _MOST_CALLS, _VARIED, _KEPT = 200.0, 6, 2, 4
+_GLANCES = 0.7  # of the time that there is
 _CLUSTERS, _OPTIONS, _PARTS = (2, 3, 4, 5, 7), range(8), (1, 2)
 _IN_FLOAT32 = 2  # how parts are added
 
@@ -50,7 +51,7 @@ def time_tilings(
     times = {None: _microseconds(weights, lambda weight: after(linear(x, weight)))}
     with_swiglu = key.kind is Kind.SWIGLU
     if key.rows > MOST_ROWS:
-        choices = _quickest(x, weights, choices, end)
+        choices = _quickest(x, weights, choices, end - (1 - _GLANCES) * seconds)
     else:
         choices = _compile(x, weights[0], choices, with_swiglu, seconds)
     expected = linear(x, weights[0])

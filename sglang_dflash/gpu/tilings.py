@@ -81,6 +81,7 @@ QWEN3_8B: Found = {
 # What these GPUs were fastest with, which is not measured again.
 KNOWN: dict[str, Found] = {"NVIDIA H200": QWEN3_8B}
 SECONDS = 15.0  # that a start may take longer for a model that is new
+_AT_MOST = 8  # one product takes the time of so many others of the same find
 _CANDIDATES = 6  # each is compiled, which takes about a second
 _GAIN = 0.98  # of cuBLAS's time, which a tiling must stay below: less is noise
 # By rows of the product: rows and columns of a tile, tiles under way, warps.
@@ -214,7 +215,9 @@ class Tilings:
         begin = self._clock()
         measured, skipped = {}, []
         for place, key in enumerate(missing):
-            seconds = (self._seconds - (self._clock() - begin)) / (len(missing) - place)
+            left = self._seconds - (self._clock() - begin)
+            # The first ones load kernels that all of them look at.
+            seconds = left / min(_AT_MOST, len(missing) - place)
             if seconds <= 0:
                 skipped.append(key)
                 continue
