@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.process.access_log import log_after_answers
 from sglang_dflash.serving.declared import read_body, sentence
+from sglang_dflash.serving.first_tokens import take_ahead
 from sglang_dflash.serving.loose import check_loose_parts
 from sglang_dflash.serving.metrics import refusing
 from sglang_dflash.serving.straight import straight
@@ -51,6 +52,16 @@ _ONE_PROCESS = (
 # Routes that are asked all the time. The release declares a hundred others, some of them before these, and each
 # request is matched with one after the other, with --enable-metrics twice.
 _FIRST = ("/v1/chat/completions", "/v1/completions", "/generate")
+
+
+def open_door(app: FastAPI, manager: Any) -> None:
+    """Before the first request comes, within the event loop; see `guard`.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+    """
+    guard(app, manager.server_args)
+    take_ahead(manager)
 
 
 def guard(app: FastAPI, server_args: Any) -> None:
