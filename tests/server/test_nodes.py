@@ -20,6 +20,7 @@ from tests.server.harness import (
     LAUNCHER,
     RANKS,
     ROOT,
+    START_SECONDS,
     WORKERS,
     Server,
     command,
@@ -107,7 +108,7 @@ def test_two_nodes(
 
 
 def test_a_node_is_missing(tmp_path: Path) -> None:
-    """Whichever it is, the other says so when --dist-timeout is over, and ends."""
+    """Whichever it is, the other says so when --dist-timeout is over, and ends: long before torch's own timeout."""
     more = ("--dist-timeout", str(MEET_SECONDS))
     files = [tmp_path / f"{rank}.log" for rank in (0, 1)]
     meet = [free_port(), free_port()]
@@ -116,6 +117,6 @@ def test_a_node_is_missing(tmp_path: Path) -> None:
         node(files[1], 1, meet[1], free_port(), SECOND, *more) as second,
     ):
         for rank, process in enumerate((first, second)):
-            assert ended(process, within=END_SECONDS + MEET_SECONDS) != 0
+            assert ended(process, within=START_SECONDS) != 0
             said = f"Node {rank} of 2 ends, because not all nodes met at --dist-init-addr 127.0.0.1:{meet[rank]} in"
             assert said in files[rank].read_text()
