@@ -190,7 +190,6 @@ def test_a_server_that_dies_fails_its_cell_alone(
     """Another one serves what is left; one that never starts fails all of its cells."""
     options = parsed("--concurrencies", "1,2,4", "--workers", "v1", "--skip-baseline")
     options.output_file = tmp_path / "out.jsonl"
-    options.timeout_s = 0.01
     planned, _ = cells.plan(options, CPU)
     data = {"data": "p", "data_sha256": "0", "instruction": ""}
     sweep = measure.Sweep(options, CPU, planned, [], data)
