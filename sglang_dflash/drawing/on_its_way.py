@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from sglang_dflash.device_waits import WAITS
+
 
 class OnItsWay:
     """Numbers that are copied to the host while the device goes on."""
@@ -23,7 +25,7 @@ class OnItsWay:
     def tensor(self) -> torch.Tensor:
         """All of them, once they are there."""
         if self._done is not None:
-            self._done.synchronize()
+            WAITS.until(self._done)
         return self._values
 
 

@@ -25,6 +25,7 @@ from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.behind_windows import BehindWindows
+from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import WHOLE, Plan, planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
@@ -80,7 +81,8 @@ class DFlashWorkerBase:
         self.linear_states = self.parts.linear_states
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args
-        self.planner = planner(self.width, widths(server_args), self._costs())
+        self.pace = Pace()
+        self.planner = planner(self.width, widths(server_args), self._costs(), self.pace)
         self.riding = Riding(
             server_args.speculative_dflash_prompt_slowdown, self.rounds, self.planner
         )
@@ -90,7 +92,7 @@ class DFlashWorkerBase:
         self.behind_windows = BehindWindows(target_worker.model_runner)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size
         slot_bytes = pool_bytes(self.model_runner.token_to_kv_pool) // slots
-        self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes)
+        self.metrics = round_metrics(server_args, ranks, self.model_runner, slot_bytes, self.pace)
         self.acceptance = AcceptanceWatch(server_args.speculative_draft_model_path, tp_rank == 0)
         self.adapter_watch = None
         if self.parts.adapters is not None and tp_rank == 0:
@@ -172,6 +174,7 @@ class DFlashWorkerBase:
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         prompts = self.riding.prompts_for(bounds, plan, adapted)
+        self.note_round(prompts is not None, bool(self.riding.prompt_rows))
         if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             finish, done = self.rounds.launch_with_prompts(
@@ -185,6 +188,14 @@ class DFlashWorkerBase:
             finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total, adapters)
         self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
+
+    def note_round(self, with_prompts: bool, beside_prompts: bool) -> None:
+        """A round is about to be launched.
+
+        Args:
+            with_prompts: whether prompts run in the same pass.
+            beside_prompts: whether they run in the same step of the scheduler.
+        """
 
     def replayed(self, result: RoundResult) -> bool:
         """Whether a round came from graphs, which SGLang's log and metrics tell."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_dflash.round.costs import Costs
+    from sglang_dflash.scheduler.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +154,13 @@ class RandomRows(WholeBlocks):
 class BestRows(WholeBlocks):
     """As many rows as promise most tokens for their time."""
 
-    def __init__(self, width: int, costs: Costs):
+    def __init__(self, width: int, costs: Costs, pace: Pace | None = None):
+        """
+        Args:
+            pace: of the host; None if a round takes what the device takes for it.
+        """
         super().__init__(width)
-        self._width = width
+        self._width, self._pace = width, pace
         self.take(costs)
         self._seen: deque[np.ndarray] = deque()  # chances of the last rounds
         self._requests, self._gains = 0, {}
@@ -227,22 +232,23 @@ class BestRows(WholeBlocks):
         Args:
             more: milliseconds of each, as `_of_requests` gives them.
         """
-        tokens, times = self._promised(choices, requests, more)
+        tokens, times = self._promised(choices, requests, more, prompt_rows > 0)
         # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
         usual = (tokens, times)
         if prompt_rows:
-            usual = self._promised(self._choices_of(requests, 0), requests, more)
+            usual = self._promised(self._choices_of(requests, 0), requests, more, False)
         return tokens - (usual[0] / usual[1]).max() * times, tokens
 
     def _promised(
-        self, choices: _Choices, requests: int, more: float
+        self, choices: _Choices, requests: int, more: float, prompts: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and milliseconds of each choice."""
+        """Tokens and milliseconds of each choice; none takes less than the host does for a step."""
         scale = requests / self._requests
         tokens = np.full(len(choices.plans), float(requests))
         for width, these, drafts in choices.drafting:
             tokens[these] += scale * self._promise(width, drafts / scale)
-        return tokens, choices.times + more
+        host = 0.0 if self._pace is None else self._pace.of(prompts)
+        return tokens, np.maximum(choices.times + more, host)
 
     def _wider(self, plan: Plan, requests: int, more: float, prompt_rows: int) -> Plan:
         """The best of those whose blocks are the next wider ones, if there is room for any."""
@@ -365,13 +371,14 @@ class _Choices(NamedTuple):
     drafting: list[tuple[int, np.ndarray, np.ndarray]]
 
 
-def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:
+def planner(width: int, widths: list[int], costs: Costs | None, pace: Pace) -> WholeBlocks:
     """What plans a worker's rounds.
 
     Args:
         width: of the drafter's block.
         widths: that tests want rounds to have.
         costs: what rounds take; None where all rows are verified.
+        pace: of the host.
     """
     if len(widths) > 1:
         return RandomWidths(widths)
@@ -379,4 +386,4 @@ def planner(width: int, widths: list[int], costs: Costs | None) -> WholeBlocks:
         return WholeBlocks(widths[0])
     if os.environ.get(RANDOM_ROWS):
         return RandomRows(width, costs)
-    return BestRows(width, costs)
+    return BestRows(width, costs, pace)

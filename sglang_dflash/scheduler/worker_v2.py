@@ -8,13 +8,14 @@ What the host needs it knows as upper bounds; what it does not know stays on the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_dflash.device_waits import Awaited
 from sglang_dflash.round.linear_states import RoundStates
 from sglang_dflash.round.run import Finish
 from sglang_dflash.scheduler.base import DFlashWorkerBase
@@ -27,6 +28,21 @@ if TYPE_CHECKING:
 
 # Why an overlapped round, or its draws, waited for the result of the one before.
 SLOTS, HISTORY = "slots", "history"
+
+
+@dataclass
+class RoundInFlight(GenerationBatchResult):
+    """What the scheduler looks at when the next round is launched.
+
+    Attributes:
+        batch: whose tensors are read until the result is there.
+    """
+
+    batch: ModelWorkerBatch | None = None
+
+    def copy_to_cpu(self, return_logprob: bool) -> None:
+        super().copy_to_cpu(return_logprob)
+        self.copy_done = Awaited(self.copy_done)
 
 
 class DFlashWorkerV2(DFlashWorkerBase):
@@ -54,6 +70,10 @@ class DFlashWorkerV2(DFlashWorkerBase):
         """All of a prefill or a round is launched."""
         if self.linear_states is not None:
             self.linear_states.launched()
+
+    def note_round(self, with_prompts: bool, beside_prompts: bool) -> None:
+        apart = beside_prompts and not with_prompts
+        self.pace.launch(None if apart else with_prompts)
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -96,8 +116,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         # The round before this one may still be running: it commits at most a block more.
         states = self.states_of(batch)
         finish = self.launch_round(batch, ahead=self.width)
-        launched = GenerationBatchResult(next_draft_input=next_input)
-        launched.launched = batch  # whose tensors are read until the result is there
+        launched = RoundInFlight(next_draft_input=next_input, batch=batch)
         rest = partial(self._launch_rest, launched, finish, states)
         if late:
             self.metrics.fell_back(HISTORY)
@@ -116,8 +135,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
             go_back(constrained, self.parts.state)
 
     def _launch_rest(
-        self, launched: GenerationBatchResult, finish: Finish, states: RoundStates | None
-    ) -> GenerationBatchResult:
+        self, launched: RoundInFlight, finish: Finish, states: RoundStates | None
+    ) -> RoundInFlight:
         """What a round gives, filled in."""
         result = finish()
         if states is not None:
@@ -138,6 +157,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         for it to do about them.
         """
         _landed(batch.reqs)
+        self.pace.landed()
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
         taken = self.commit(batch.reqs, tokens, lengths, result.logits_output, result.expected)

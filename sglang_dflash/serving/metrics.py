@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_dflash.scheduler.pace import Pace
+
 # How the target ran tokens of prompts: in the same pass as a round's blocks, or in one of their own.
 IN_ROUNDS, ALONE = "in_rounds", "alone"
+# What else there was in a step whose time the host's is.
+WITH_PROMPTS, WITHOUT_PROMPTS = "with_prompts", "without_prompts"
 
 # Seconds for which counts of rounds are kept back while others follow.
 _WRITTEN_EVERY = 0.1
@@ -92,6 +96,12 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Tokens of prompts that the target ran, by way: in_rounds or alone.",
         ("way",),
     ),
+    "sglang:dflash_host_step_seconds": (
+        "Gauge",
+        "What the host takes for a step of an overlapping scheduler, waits for the device aside, with prompts in its "
+        "round and without.",
+        ("way",),
+    ),
     "sglang:dflash_draft_kv_used_tokens": (
         "Gauge",
         "Slots of the draft KV pool in use, cached prefixes included.",
@@ -127,11 +137,20 @@ def _metric(name: str, labels: tuple[str, ...], **options: Any) -> Any:
 class RoundMetrics:
     """What one scheduler says of its rounds."""
 
-    def __init__(self, args: ServerArgs, labels: dict[str, Any], draft: ModelRunner, slot: int):
+    def __init__(
+        self,
+        args: ServerArgs,
+        labels: dict[str, Any],
+        draft: ModelRunner,
+        slot: int,
+        pace: Pace,
+    ):
         """
         Args:
             slot: bytes of draft KV in one slot.
+            pace: of the host.
         """
+        self._pace = pace
         self._labels, self._names = labels, tuple(labels)
         self._pool, self._slot = draft.token_to_kv_pool_allocator, slot
         self._size = draft.token_to_kv_pool.size
@@ -168,6 +187,9 @@ class RoundMetrics:
         used = self._size - self._pool.available_size()
         self._child("draft_kv_used_tokens").set(used)
         self._child("draft_kv_used_bytes").set(used * self._slot)
+        for way, prompts in ((WITH_PROMPTS, True), (WITHOUT_PROMPTS, False)):
+            if took := self._pace.of(prompts):
+                self._child("host_step_seconds", way).set(took / 1e3)
         self._due = time.monotonic() + _WRITTEN_EVERY
 
     def committed(self, width: int, taken: Sequence[int], in_vain: int, goes_on: bool) -> None:
@@ -248,7 +270,7 @@ class NoMetrics:
 
 
 def round_metrics(
-    args: ServerArgs, ranks: dict[str, Any], draft: ModelRunner, slot: int
+    args: ServerArgs, ranks: dict[str, Any], draft: ModelRunner, slot: int, pace: Pace
 ) -> RoundMetrics | NoMetrics:
     """What one scheduler counts, if this rank is one that SGLang counts on.
 
@@ -269,7 +291,7 @@ def round_metrics(
     if ranks["dp_rank"] is not None:
         labels["dp_rank"] = ranks["dp_rank"]
     labels |= args.extra_metric_labels or {}
-    return RoundMetrics(args, labels, draft, slot)
+    return RoundMetrics(args, labels, draft, slot, pace)
 
 
 @contextmanager

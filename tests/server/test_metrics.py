@@ -29,6 +29,7 @@ def test_rounds(dflash: Server, prompts: list[str]) -> None:
     overlaps = not dflash.get("/server_info").json()["disable_overlap_schedule"]
     in_vain = moved["rounds_in_vain_total", ""]
     assert 0 < in_vain <= len(answers) if overlaps else in_vain == 0
+    assert overlaps == (0 < counted(dflash)["host_step_seconds", "without_prompts"] < 5)
     assert moved["accepted_tokens_total", ""] == accepted
     assert moved["accept_length_sum", ""] == accepted + rounds
     assert moved["drafted_tokens_total", ""] == rounds * (WIDTH - 1)

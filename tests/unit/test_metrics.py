@@ -14,9 +14,18 @@ import pytest
 from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
+from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE
 from sglang_dflash.scheduler.worker_v2 import SLOTS
-from sglang_dflash.serving.metrics import ALONE, IN_ROUNDS, METRICS, NoMetrics, RoundMetrics
+from sglang_dflash.serving.metrics import (
+    ALONE,
+    IN_ROUNDS,
+    METRICS,
+    WITH_PROMPTS,
+    WITHOUT_PROMPTS,
+    NoMetrics,
+    RoundMetrics,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana" / "dflash.json").read_text())
@@ -65,21 +74,23 @@ def test_documentation() -> None:
     }
     assert documented == {name: (kind, labels) for name, (kind, _, labels) in METRICS.items()}
     plans = (WHOLE, RAGGED, NARROW, PLAIN, PROBE)
-    for reason in (NO_GRAPH, SLOTS, IN_ROUNDS, ALONE, *plans):
+    rounds = (WITH_PROMPTS, WITHOUT_PROMPTS)
+    for reason in (NO_GRAPH, SLOTS, IN_ROUNDS, ALONE, *plans, *rounds):
         assert f"| `{reason}` |" in text
     requests = (DOCS.parent / "sglang_dflash" / "serving" / "requests.py").read_text()
     refusals = set(re.findall(r'refusing\("(\w+)"\)', requests))
     assert refusals and all(f"| `{reason}` |" in text for reason in refusals)
 
 
-def metrics_of(name: str, block_size: int = 9) -> RoundMetrics:
+def metrics_of(name: str, block_size: int = 9, pace: Pace | None = None) -> RoundMetrics:
     """Under a label of their own; two of eight slots are in use."""
     pool = SimpleNamespace(available_size=lambda: 6)
     draft = SimpleNamespace(
         token_to_kv_pool_allocator=pool, token_to_kv_pool=SimpleNamespace(size=8)
     )
     args = SimpleNamespace(speculative_num_draft_tokens=block_size)
-    return RoundMetrics(args, {"model_name": name}, draft, 100)
+    pace = pace or Pace(SimpleNamespace(world_size=1))
+    return RoundMetrics(args, {"model_name": name}, draft, 100, pace)
 
 
 def value(name: str, model: str, **own: str) -> float:
@@ -96,6 +107,18 @@ def test_rows_of_prompts() -> None:
         NoMetrics().ran_prompts(rows, way)
     for way, expected in ((IN_ROUNDS, 42), (ALONE, 5)):
         assert value("prompt_rows_total", "rows of prompts", way=way) == expected
+
+
+def test_pace_of_the_host() -> None:
+    """In seconds, as far as it was measured."""
+    pace = Pace(SimpleNamespace(world_size=1))
+    metrics = metrics_of("pace", pace=pace)
+    metrics.write()
+    assert not value("host_step_seconds", "pace", way=WITHOUT_PROMPTS)
+    pace.alone, pace.with_prompts = 3.5, 6.0
+    metrics.write()
+    assert value("host_step_seconds", "pace", way=WITHOUT_PROMPTS) == 3.5e-3
+    assert value("host_step_seconds", "pace", way=WITH_PROMPTS) == 6e-3
 
 
 def test_what_is_expected_of_drafts() -> None:

@@ -19,6 +19,7 @@ from sglang_dflash.drawing.grammar import allowed, is_allowed, refuses_what_it_m
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.round.state import RequestState
 from sglang_dflash.scheduler.ending import ends_in_flight
+from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.results import commit_round, count_last_token
 from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back, may_stray
 from sglang_dflash.scheduler.worker_v2 import HISTORY, DFlashWorkerV2
@@ -147,6 +148,7 @@ class World:
     def _worker(self, state: RequestState) -> DFlashWorkerV2:
         made = object.__new__(DFlashWorkerV2)
         made.width, made.linear_states = WIDTH, None
+        made.pace = Pace(SimpleNamespace(world_size=1))
         made.rounds = SimpleNamespace(graphs=object())
         made.metrics = SimpleNamespace(fell_back=self.fell_back.append)
         made.parts = SimpleNamespace(state=state)

@@ -1,0 +1,42 @@
+"""How long this process has waited for its device."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Event(Protocol):
+    """What a device reaches when it has done all that came before."""
+
+    def synchronize(self) -> None: ...
+
+
+class DeviceWaits:
+    """
+    Attributes:
+        seconds: that were waited so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def until(self, event: Event) -> None:
+        """Waits until the device is there."""
+        begin = time.perf_counter()
+        event.synchronize()
+        self.seconds += time.perf_counter() - begin
+
+
+# A process has one device.
+WAITS = DeviceWaits()
+
+
+class Awaited:
+    """Stands for an event that somebody else waits for, so that the time counts, too."""
+
+    def __init__(self, event: Event):
+        self._event = event
+
+    def synchronize(self) -> None:
+        WAITS.until(self._event)

@@ -1,0 +1,83 @@
+"""How long the host takes for a step of a scheduler that overlaps.
+
+While the device runs a round, the host looks at the result of the one before, chooses what comes next and launches it.
+Where that takes longer than the device's share, a step takes as long as the host does, and rows that the device runs
+meanwhile are free: `scheduler/plan.py` has to know.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from sglang.srt.distributed import get_tp_group
+
+from sglang_dflash.device_waits import WAITS
+
+_NEW = 0.1  # what a step counts beside those before it
+_OUTLIER = 2.0  # what counts at most, beside those before: collections of garbage, a log that is slow to write
+# Rounds after which all ranks take what the first one has measured, so that all plan alike.
+_SHARED_EVERY = 32
+
+
+class Group(Protocol):
+    """Ranks that plan alike, as SGLang has them."""
+
+    world_size: int
+
+    def broadcast_object(self, obj: object, src: int) -> object: ...
+
+
+class Pace:
+    """Milliseconds of the host for a step, what it waits for the device aside.
+
+    Attributes:
+        alone, with_prompts: of steps without and with prompts in their round; 0 until one was measured. The same on
+            all ranks.
+    """
+
+    def __init__(self, group: Group | None = None):
+        """
+        Args:
+            group: the ranks that plan alike; None for SGLang's.
+        """
+        self.alone = self.with_prompts = 0.0
+        self._group = group or get_tp_group()
+        self._measured = [0.0, 0.0]
+        self._launched = self._pending = 0
+        # When the last round was launched, what had been waited until then, and whether prompts were in it.
+        self._last: tuple[float, float, bool] | None = None
+
+    def launch(self, prompts: bool | None) -> None:
+        """A round is about to be launched.
+
+        Args:
+            prompts: whether prompts run in it; None if they run beside it in a pass of their own, whose time is not
+                the host's.
+        """
+        now, waited = time.perf_counter(), WAITS.seconds
+        # With nothing in flight the scheduler did something else since, or nothing.
+        if self._pending and self._last is not None:
+            begin, before, had_prompts = self._last
+            self._note(1e3 * (now - begin - (waited - before)), had_prompts)
+        self._last = None if prompts is None else (now, waited, prompts)
+        self._pending += 1
+        self._launched += 1
+        if self._group.world_size == 1:
+            self.alone, self.with_prompts = self._measured
+        elif self._launched % _SHARED_EVERY == 0:
+            self.alone, self.with_prompts = self._group.broadcast_object(self._measured, src=0)
+
+    def landed(self) -> None:
+        """The host has looked at a round's result."""
+        self._pending -= 1
+
+    def of(self, prompts: bool) -> float:
+        """Milliseconds of steps with prompts or without."""
+        return self.with_prompts if prompts else self.alone
+
+    def _note(self, took: float, prompts: bool) -> None:
+        known = self._measured[prompts]
+        if known:
+            took = known + _NEW * (min(took, _OUTLIER * known) - known)
+        self._measured[prompts] = took

@@ -1,0 +1,100 @@
+"""How long the host takes for a step: what it waits for the device, and what is no step, does not count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.device_waits import WAITS, Awaited
+from sglang_dflash.scheduler import pace as paces
+from sglang_dflash.scheduler.pace import Pace
+
+ALONE = SimpleNamespace(world_size=1)
+
+
+class Clock:
+    """Stands for the time, which passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def passes(self, milliseconds: float) -> None:
+        self.now += milliseconds / 1e3
+
+    def event(self, milliseconds: float) -> Awaited:
+        """Of a device that is not there for so long."""
+        return Awaited(SimpleNamespace(synchronize=lambda: self.passes(milliseconds)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(paces, "time", clock)
+    monkeypatch.setattr("sglang_dflash.device_waits.time", clock)
+    return clock
+
+
+def steps(pace: Pace, clock: Clock, times: int, host: float, waits: float, prompts: bool) -> None:
+    """Steps of a scheduler that overlaps, the last round of which stays in flight."""
+    for _ in range(times):
+        pace.launch(prompts)
+        clock.passes(host)
+        if pace._pending > 1:
+            clock.event(waits).synchronize()
+            pace.landed()
+
+
+def test_waits_do_not_count(clock: Clock) -> None:
+    before = WAITS.seconds
+    pace = Pace(ALONE)
+    steps(pace, clock, 50, 3.0, 8.0, False)
+    assert pace.alone == pytest.approx(3.0) and pace.with_prompts == 0.0
+    assert WAITS.seconds - before == pytest.approx(49 * 8e-3)
+    steps(pace, clock, 80, 7.0, 0.0, True)
+    assert pace.of(False) == pytest.approx(3.0, rel=0.2) and pace.of(True) == pytest.approx(7.0)
+
+
+def test_it_follows_and_forgives(clock: Clock) -> None:
+    """A step that took very long counts as twice as long as usual."""
+    pace = Pace(ALONE)
+    steps(pace, clock, 50, 3.0, 8.0, False)
+    steps(pace, clock, 1, 500.0, 8.0, False)
+    steps(pace, clock, 1, 3.0, 8.0, False)
+    assert 3.0 < pace.alone < 3.5
+    steps(pace, clock, 100, 5.0, 0.0, False)
+    assert pace.alone == pytest.approx(5.0, rel=0.01)
+
+
+def test_what_is_no_step(clock: Clock) -> None:
+    """An idle scheduler, and prompts that run in a pass of their own."""
+    pace = Pace(ALONE)
+    steps(pace, clock, 10, 3.0, 8.0, False)
+    pace.landed()
+    clock.passes(90.0)
+    steps(pace, clock, 10, 3.0, 8.0, False)
+    pace.launch(None)
+    clock.passes(90.0)
+    pace.landed()
+    steps(pace, clock, 10, 3.0, 8.0, False)
+    assert pace.alone == pytest.approx(3.0)
+
+
+def test_ranks_take_the_time_of_the_first(clock: Clock) -> None:
+    """At the same round, and nothing before it."""
+    told = []
+
+    def broadcast(measured: list[float], src: int) -> list[float]:
+        told.append((list(measured), src))
+        return [4.0, 6.0]
+
+    pace = Pace(SimpleNamespace(world_size=2, broadcast_object=broadcast))
+    steps(pace, clock, 31, 3.0, 8.0, False)
+    assert not told and pace.alone == 0.0
+    steps(pace, clock, 1, 3.0, 8.0, False)
+    [(measured, src)] = told
+    assert measured == [pytest.approx(3.0), 0.0] and src == 0
+    assert (pace.alone, pace.with_prompts) == (4.0, 6.0)
