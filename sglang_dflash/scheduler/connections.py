@@ -1,9 +1,10 @@
-"""What stands between SGLang's scheduler under DFLASH and those who ask it."""
+"""What stands between SGLang's scheduler under DFLASH and those whom it asks and is asked by."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_dflash.scheduler.evictions import evict_much_at_once
 from sglang_dflash.scheduler.operations import Operations
 from sglang_dflash.serving.first_tokens import send_ahead
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def connect(scheduler: Scheduler) -> None:
-    """When the scheduler has its dispatcher of requests and its senders of outputs."""
+    """When the scheduler has its prefix cache, its dispatcher of requests and its senders of outputs."""
+    evict_much_at_once(scheduler.tree_cache)
     scheduler._request_dispatcher = Operations(scheduler, scheduler._request_dispatcher)
     send_ahead(scheduler)
