@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
+# Slots that a request gets beyond those that it needs, where there are so many, so that it is looked at again in some
+# rounds only; and the part of the pool that all of these may be.
+_SPARE, _SPARE_SHARE = 32, 1 / 16
+
 
 def slot_limit(req: Req) -> int:
     """Length beyond which no token of the request ever needs a slot.
@@ -47,11 +51,28 @@ def slots_required(reqs: Sequence[Req], page_size: int, lookahead: int) -> int:
     return sum(
         _reserved_end(req, lookahead, page_size) - ceil_align(req.kv_allocated_len, page_size)
         for req in reqs
+        if _lacks(req, lookahead)
     )
 
 
+def _lacks(req: Req, lookahead: int) -> bool:
+    """Whether it owns slots for fewer than `lookahead` tokens beyond its committed ones, as it does near its limit."""
+    return req.kv_committed_len + lookahead > req.kv_allocated_len
+
+
+def _spare(batch: ScheduleBatch, lacking: int, lookahead: int) -> int:
+    """What those that lack slots each get beyond their need, without taking it from prefixes or retracting anybody."""
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if has_two(allocator.get_kvcache()):  # that of sliding layers is small, as windows are
+        return 0
+    small = len(batch.reqs) * _SPARE <= allocator.size * _SPARE_SHARE
+    each = lookahead + _SPARE + batch.tree_cache.page_size
+    free = lacking * each <= allocator.available_size()
+    return _SPARE if small and free else 0
+
+
 def reserve(batch: ScheduleBatch, lookahead: int) -> None:
-    """Gives every request of `batch` slots for `lookahead` tokens after its committed ones.
+    """Gives every request of `batch` slots for `lookahead` tokens after its committed ones, or some more.
 
     Writes the new slots to `req_to_token`, and 0 where a request reached its `slot_limit`, so that
     a block's rows beyond it can never touch a slot that somebody else owns.
@@ -59,10 +80,14 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
     Raises:
         RuntimeError: the pool is exhausted (SGLang's own error; it retracts before this happens).
     """
+    lacking = [req for req in batch.reqs if _lacks(req, lookahead)]
+    if not lacking:
+        return
+    lookahead += _spare(batch, len(lacking), lookahead)
     table = batch.req_to_token_pool.req_to_token
     page_size = batch.tree_cache.page_size
     tail, fresh, cut = Spans(), Spans(), Spans()
-    for req in batch.reqs:
+    for req in lacking:
         owned = ceil_align(req.kv_allocated_len, page_size)
         end = _reserved_end(req, lookahead, page_size)
         # Rest of a page that the prompt filled in part: owned already, not yet in the table.
