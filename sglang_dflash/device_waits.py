@@ -16,16 +16,24 @@ class DeviceWaits:
     """
     Attributes:
         seconds: that were waited so far.
+        last: of them those of the last wait.
+        ended: when that was over, of `time.perf_counter`.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.last = self.ended = 0.0
 
     def until(self, event: Event) -> None:
         """Waits until the device is there."""
         begin = time.perf_counter()
         event.synchronize()
-        self.seconds += time.perf_counter() - begin
+        self.ended = time.perf_counter()
+        self.last = self.ended - begin
+        self.seconds += self.last
+
+    def count(self, seconds: float) -> None:
+        """So long the process did nothing, because the device was at work."""
+        self.seconds += seconds
 
 
 # A process has one device.

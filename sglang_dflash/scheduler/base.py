@@ -174,7 +174,9 @@ class DFlashWorkerBase:
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         prompts = self.riding.prompts_for(bounds, plan, adapted)
-        self.note_round(prompts is not None, bool(self.riding.prompt_rows))
+        boarded = 0 if prompts is None else prompts.extend_num_tokens
+        takes = self.planner.milliseconds(plan, len(starts), sum(starts), boarded, adapted)
+        self.note_round(boarded, self.riding.prompt_rows, takes)
         if prompts is not None:
             run = partial(prefill, self.parts, self.target_worker, prompts)
             finish, done = self.rounds.launch_with_prompts(
@@ -189,12 +191,13 @@ class DFlashWorkerBase:
         self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
 
-    def note_round(self, with_prompts: bool, beside_prompts: bool) -> None:
+    def note_round(self, boarded: int, prompt_rows: int, takes: float | None) -> None:
         """A round is about to be launched.
 
         Args:
-            with_prompts: whether prompts run in the same pass.
-            beside_prompts: whether they run in the same step of the scheduler.
+            boarded: rows of prompts in the same pass.
+            prompt_rows: the same in the same step of the scheduler.
+            takes: milliseconds of the round and those in its pass, if they are known.
         """
 
     def replayed(self, result: RoundResult) -> bool:

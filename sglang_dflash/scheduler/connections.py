@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_dflash.scheduler.arrivals import wait_for_requests
 from sglang_dflash.scheduler.evictions import evict_much_at_once
 from sglang_dflash.scheduler.operations import Operations
 from sglang_dflash.serving.first_tokens import send_ahead
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def connect(scheduler: Scheduler) -> None:
-    """When the scheduler has its prefix cache, its dispatcher of requests and its senders of outputs."""
+    """When the scheduler has its prefix cache, its queue and dispatcher of requests and its senders of outputs."""
     evict_much_at_once(scheduler.tree_cache)
+    wait_for_requests(scheduler)
     scheduler._request_dispatcher = Operations(scheduler, scheduler._request_dispatcher)
     send_ahead(scheduler)

@@ -99,6 +99,12 @@ class WholeBlocks:
         """Milliseconds of a round beside those of the target's pass alone, as far as they are known; see `plan`."""
         return 0.0
 
+    def milliseconds(
+        self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
+    ) -> float | None:
+        """Of a round on the device, and of prompts in its pass, if that is known; see `plan`."""
+        return None
+
     def take(self, costs: Costs) -> None:
         """What rounds take, from now on."""
 
@@ -219,6 +225,11 @@ class BestRows(WholeBlocks):
         gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
         pays = gains or choices.plans[0].total is not None
         return choices.plans[best if pays else 0]
+
+    def milliseconds(
+        self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
+    ) -> float | None:
+        return self._time(plan, requests, prompt_rows) + self._of_requests(keys, adapted)
 
     def _of_requests(self, keys: int, adapted: bool) -> float:
         """Milliseconds that a round takes for its requests' contexts and adapters, whatever it drafts and verifies."""

@@ -21,6 +21,7 @@ from sglang_dflash.round.run import Finish
 from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
+from sglang_dflash.scheduler.flight import Flight
 from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     def __init__(self, *args, **ranks):
         super().__init__(*args, **ranks)
+        self.flight, self._late = Flight(), False
         if self.linear_states is not None:
             self.linear_states.hand_on_in_order()
 
@@ -71,9 +73,10 @@ class DFlashWorkerV2(DFlashWorkerBase):
         if self.linear_states is not None:
             self.linear_states.launched()
 
-    def note_round(self, with_prompts: bool, beside_prompts: bool) -> None:
-        apart = beside_prompts and not with_prompts
-        self.pace.launch(None if apart else with_prompts)
+    def note_round(self, boarded: int, prompt_rows: int, takes: float | None) -> None:
+        apart = boarded < prompt_rows
+        self.pace.launch(None if apart else boarded > 0)
+        self.flight.launch(None if apart or self._late else takes)
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -103,7 +106,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
             begin_anew(batch.reqs)
         else:
             self._trust(batch.reqs)
-        late = waits_for_history(batch.reqs)
+        self._late = late = waits_for_history(batch.reqs)
         for req in batch.reqs:
             req.results_in_flight = getattr(req, "results_in_flight", 0) + 1
             req.host_waits = late and self._server_args.enable_hierarchical_cache
@@ -154,10 +157,11 @@ class DFlashWorkerV2(DFlashWorkerBase):
         """Commits a round to its requests, now that its result is on the host; the tokens of each.
 
         Those that took none and go on leave `batch`, a copy that the scheduler made for its result: there is nothing
-        for it to do about them.
+        for it to do about them. Those that have ended come first, so that their clients can ask again soonest.
         """
         _landed(batch.reqs)
         self.pace.landed()
+        self.flight.landed()
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
         taken = self.commit(batch.reqs, tokens, lengths, result.logits_output, result.expected)
@@ -168,6 +172,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
             for req, tokens in zip(batch.reqs, taken, strict=True)
             if tokens or req.finished() or req.is_retracted
         ]
+        seen.sort(key=lambda each: not each[0].finished())
         batch.reqs, taken = [req for req, _ in seen], [tokens for _, tokens in seen]
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
         return taken

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from sglang.srt.server_args import get_global_server_args
@@ -21,8 +21,6 @@ from sglang_dflash.serving.round_counts import RoundCounts
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-
-    from sglang_dflash.scheduler.pace import Pace
 
 # How the target ran tokens of prompts: in the same pass as a round's blocks, or in one of their own.
 IN_ROUNDS, ALONE = "in_rounds", "alone"
@@ -132,6 +130,13 @@ def _metric(name: str, labels: tuple[str, ...], **options: Any) -> Any:
     if kind == "Gauge":
         options["multiprocess_mode"] = "mostrecent"
     return getattr(prometheus_client, kind)(name, text, labelnames=(*labels, *own), **options)
+
+
+class Pace(Protocol):
+    """What the host takes for a step."""
+
+    def of(self, prompts: bool) -> float:
+        """Milliseconds of steps with prompts or without; 0 if none was measured."""
 
 
 class RoundMetrics:

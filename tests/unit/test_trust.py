@@ -19,6 +19,7 @@ from sglang_dflash.drawing.grammar import allowed, is_allowed, refuses_what_it_m
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.round.state import RequestState
 from sglang_dflash.scheduler.ending import ends_in_flight
+from sglang_dflash.scheduler.flight import Flight
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.results import commit_round, count_last_token
 from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back, may_stray
@@ -148,14 +149,19 @@ class World:
     def _worker(self, state: RequestState) -> DFlashWorkerV2:
         made = object.__new__(DFlashWorkerV2)
         made.width, made.linear_states = WIDTH, None
-        made.pace = Pace(SimpleNamespace(world_size=1))
+        made.pace, made.flight = Pace(SimpleNamespace(world_size=1)), Flight()
         made.rounds = SimpleNamespace(graphs=object())
         made.metrics = SimpleNamespace(fell_back=self.fell_back.append)
         made.parts = SimpleNamespace(state=state)
         made._server_args = SimpleNamespace(
             enable_hierarchical_cache=False, enable_nan_detection=False
         )
-        made.launch_round = lambda batch, ahead: self.target.round(batch.reqs[0])
+
+        def launch_round(batch, ahead: int):
+            made.note_round(0, 0, None)
+            return self.target.round(batch.reqs[0])
+
+        made.launch_round = launch_round
 
         def commit(reqs, tokens, lengths, output, expected):
             committed = commit_round(reqs, tokens, lengths, output)
