@@ -28,11 +28,8 @@ class Arrivals:
     """Stands for the queue in which requests come."""
 
     def __init__(self, scheduler: Scheduler, flight: Flight):
-        self._scheduler, self._queue, self._flight = (
-            scheduler,
-            scheduler.recv_from_tokenizer,
-            flight,
-        )
+        self._scheduler, self._flight = scheduler, flight
+        self._queue = scheduler.recv_from_tokenizer
         self._came = 0  # since the scheduler looks for requests
 
     def recv_pyobj(self, flags: int) -> Any:
