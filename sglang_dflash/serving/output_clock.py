@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from sglang_dflash.serving.turns import Turn, Turns
+
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState
 
@@ -20,29 +22,32 @@ class OutputClock:
     """
 
     def __init__(self, seconds: float):
-        self._seconds = seconds
-        self._waiting: dict[int, ReqState] = {}
+        self._seconds, self._turns = seconds, Turns()
+        self._waiting: dict[int, Turn] = {}
         self._due: asyncio.TimerHandle | None = None
 
     async def output_of(self, state: ReqState) -> None:
-        """Waits until there is output of a request, for which nobody else waits.
+        """Waits until there is output of a request, for which nobody else waits, and it is its turn.
 
         Raises:
             TimeoutError: the clock struck first.
         """
+        if not isinstance(state.event, Turn):
+            state.event = Turn(self._turns, state)
+        if state.out_list:
+            return
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._seconds, self._strike)
-        self._waiting[id(state)] = state
+        self._waiting[id(state)] = state.event
         try:
             await state.event.wait()
         finally:
             del self._waiting[id(state)]
         if not state.out_list:
-            state.event.clear()
             raise TimeoutError
 
     def _strike(self) -> None:
         """The next who waits starts the clock again."""
         self._due = None
-        for state in self._waiting.values():
-            state.event.set()
+        for turn in self._waiting.values():
+            turn.go_on()

@@ -1,0 +1,158 @@
+"""Requests whose output has come, and when they go on."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from sglang_dflash.serving.output_clock import OutputClock
+from sglang_dflash.serving.turns import FEW
+
+
+def request(name: str) -> SimpleNamespace:
+    return SimpleNamespace(name=name, event=asyncio.Event(), out_list=[], finished=False)
+
+
+def answer(state: SimpleNamespace, finished: bool = False) -> None:
+    state.out_list.append("part")
+    state.finished = finished
+    state.event.set()
+
+
+class Answers:
+    """Requests that read their answers to the end, and the order in which they did."""
+
+    def __init__(self, names: str):
+        self.clock, self.states = OutputClock(60), {name: request(name) for name in names}
+        self.went_on: list[str] = []
+        self.parts: dict[str, list[int]] = {name: [] for name in names}
+        self.tasks = [asyncio.create_task(self._read(state)) for state in self.states.values()]
+
+    async def _read(self, state: SimpleNamespace) -> None:
+        while not state.finished or state.out_list:
+            await self.clock.output_of(state)
+            self.went_on.append(state.name)
+            self.parts[state.name].append(len(state.out_list))
+            state.out_list.clear()
+            state.event.clear()
+
+    async def begin(self) -> None:
+        """All wait for their second part."""
+        await asyncio.sleep(0)
+        for state in self.states.values():
+            answer(state)
+        while len(self.went_on) < len(self.states):
+            await asyncio.sleep(0)
+        self.went_on.clear()
+
+    def answer(self, names: str, finished: bool = False) -> None:
+        for name in names:
+            answer(self.states[name], finished)
+
+    async def end(self) -> None:
+        for state in self.states.values():
+            if not state.finished:
+                answer(state, finished=True)
+        await asyncio.gather(*self.tasks)
+
+
+def run(scenario) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_few_go_on_in_a_turn_of_the_event_loop() -> None:
+    async def scenario() -> None:
+        answers = Answers("abcdefghi")
+        await answers.begin()
+        answers.answer("abcdefghi")
+        turns = []
+        while len(answers.went_on) < 9:
+            before = len(answers.went_on)
+            await asyncio.sleep(0)
+            turns.append(len(answers.went_on) - before)
+        assert max(turns) == FEW and answers.went_on == list("abcdefghi")
+        await answers.end()
+
+    run(scenario)
+
+
+def test_who_asks_meanwhile_does_not_wait_for_all() -> None:
+    """A request takes several turns, and each is a short one."""
+
+    async def scenario() -> None:
+        answers = Answers("abcdefghijklmnop")
+        await answers.begin()
+        answers.answer("abcdefghijklmnop")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(answers.went_on) <= 3 * FEW < 16
+        await answers.end()
+
+    run(scenario)
+
+
+def test_answers_that_end_or_begin_come_first() -> None:
+    async def scenario() -> None:
+        answers = Answers("abcdefgh")
+        await answers.begin()
+        new = request("new")
+        answers.states["new"], answers.parts["new"] = new, []
+        answers.tasks.append(asyncio.create_task(answers._read(new)))
+        await asyncio.sleep(0)
+        answers.answer("abcdefg")
+        answers.answer("h", finished=True)
+        answer(new)
+        while len(answers.went_on) < 9:
+            await asyncio.sleep(0)
+        # Those who come first of all find a place at once.
+        assert answers.went_on[FEW : FEW + 2] == ["h", "new"]
+        await answers.end()
+
+    run(scenario)
+
+
+def test_who_waits_for_a_turn_when_its_answer_ends_goes_on_once_with_all_of_it() -> None:
+    async def scenario() -> None:
+        answers = Answers("abcdefgh")
+        await answers.begin()
+        answers.answer("abcdefgh")
+        answers.answer("h", finished=True)
+        while "g" not in answers.went_on:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert answers.went_on.index("h") == FEW and answers.went_on.count("h") == 1
+        assert answers.parts["h"] == [1, 2]
+        await answers.end()
+
+    run(scenario)
+
+
+def test_who_goes_alone_goes_at_once() -> None:
+    """As soon as an `asyncio.Event` would let it."""
+
+    async def scenario() -> None:
+        answers = Answers("a")
+        await answers.begin()
+        answers.answer("a")
+        await asyncio.sleep(0)
+        assert answers.went_on == ["a"]
+        await answers.end()
+
+    run(scenario)
+
+
+def test_who_leaves_while_waiting_for_a_turn_takes_no_place() -> None:
+    async def scenario() -> None:
+        answers = Answers("abcdefgh")
+        await answers.begin()
+        answers.answer("abcdefgh")
+        for task in answers.tasks[FEW:-1]:
+            task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert answers.went_on == [*"abcdefgh"[:FEW], "h"]
+        answers.tasks = [task for task in answers.tasks if not task.cancelled()]
+        answers.states = {name: answers.states[name] for name in (*"abcdefgh"[:FEW], "h")}
+        await answers.end()
+
+    run(scenario)
