@@ -9,9 +9,11 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.distributed import get_tp_group
@@ -98,6 +100,16 @@ class Staircase:
         if size > self.sizes[-1]:
             return self.times[-1] * size / self.sizes[-1]
         return self.times[bisect.bisect_left(self.sizes, size)]
+
+    def of(self, sizes: np.ndarray) -> np.ndarray:
+        """The same for many: [n] int64 → [n] float64."""
+        known, times = self._arrays
+        step = np.searchsorted(known, sizes).clip(max=len(known) - 1)
+        return times[step] * np.maximum(sizes / known[-1], 1.0)
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.sizes), np.array(self.times)
 
 
 def orderly(times: Sequence[float]) -> bool:

@@ -25,8 +25,9 @@ from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.behind_windows import BehindWindows
+from sglang_dflash.scheduler.choices import WHOLE, Plan
 from sglang_dflash.scheduler.pace import Pace
-from sglang_dflash.scheduler.plan import WHOLE, Plan, planner, widths
+from sglang_dflash.scheduler.plan import planner, widths
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
 from sglang_dflash.scheduler.riding import Riding

@@ -13,10 +13,23 @@ import os
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from sglang_dflash.scheduler.choices import (
+    NARROW,
+    PLAIN,
+    PROBE,
+    RAGGED,
+    WHOLE,
+    Choices,
+    Plan,
+    choices_of,
+    draft_time,
+    time_of_all,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -25,9 +38,6 @@ if TYPE_CHECKING:
     from sglang_dflash.scheduler.pace import Pace
 
 logger = logging.getLogger(__name__)
-
-# Why a round has the rows that it has.
-WHOLE, RAGGED, NARROW, PLAIN, PROBE = "whole", "ragged", "narrow", "plain", "probe"
 
 # Tests set them: each round then has some number of rows, or blocks of a width of a list such as 4,9,16.
 RANDOM_ROWS, RANDOM_WIDTHS = "SGLANG_DFLASH_RANDOM_ROWS", "SGLANG_DFLASH_RANDOM_WIDTHS"
@@ -51,24 +61,6 @@ def widths(args: ServerArgs) -> list[int]:
     block_size = args.speculative_num_draft_tokens
     named = os.environ.get(RANDOM_WIDTHS)
     return [min(int(width), block_size) for width in named.split(",")] if named else [block_size]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """
-    Attributes:
-        width: rows of the blocks that are drafted; 1 if nothing is.
-        total: how many of all their rows are verified; None for all.
-        reason: one of the above.
-    """
-
-    width: int
-    total: int | None = None
-    reason: str = WHOLE
-
-    def rows(self, requests: int) -> int:
-        """That a round of so many requests verifies."""
-        return requests * self.width if self.total is None else self.total
 
 
 class WholeBlocks:
@@ -169,7 +161,7 @@ class BestRows(WholeBlocks):
         self._width, self._pace = width, pace
         self.take(costs)
         self._seen: deque[np.ndarray] = deque()  # chances of the last rounds
-        self._requests, self._gains = 0, {}
+        self._requests = 0
         # Mean chances at a position by those at the one before, as of the last round that drafted both.
         self._falls: np.ndarray | None = None
         self._narrowed, self._widen = 0, _WIDEN
@@ -177,15 +169,18 @@ class BestRows(WholeBlocks):
 
     def take(self, costs: Costs) -> None:
         self._costs = costs
-        self._choices: dict[tuple[int, int], _Choices] = {}
+        self._choices: dict[tuple[int, int], Choices] = {}
+        # What choices promise by what was seen last, by their identity.
+        self._tokens: dict[int, np.ndarray] = {}
+        self._gains: _Gains | None = None
 
     def note(self, chances: np.ndarray) -> None:
         self._seen.append(self._widened(chances))
         requests = sum(map(len, self._seen))
         while requests - len(self._seen[0]) >= _ENOUGH:
             requests -= len(self._seen.popleft())
-        self._requests = requests
-        self._gains: dict[int, np.ndarray] = {}
+        self._requests, self._gains = requests, None
+        self._tokens.clear()
 
     def _widened(self, chances: np.ndarray) -> np.ndarray:
         """Chances of whole blocks, where narrower ones were drafted: behind these they fall as they last did."""
@@ -199,32 +194,26 @@ class BestRows(WholeBlocks):
         behind = chances[:, -1:] * self._falls[drafts - 1 :].cumprod()
         return np.concatenate([chances, behind], axis=1)
 
-    def _gains_of(self, width: int) -> np.ndarray:
-        """Tokens that the 0, 1, 2 … likeliest drafts of all blocks of the last rounds were worth."""
-        if width not in self._gains:
-            best = np.concatenate([each[:, : width - 1] for each in self._seen])
-            best = np.sort(best, axis=None)[::-1]
-            self._gains[width] = np.concatenate([[0.0], best.cumsum()])
-        return self._gains[width]
-
-    def _promise(self, width: int, drafts: np.ndarray) -> np.ndarray:
-        """Tokens that so many of all drafts of the last rounds' blocks were worth, if they are the likeliest."""
-        gains = self._gains_of(width)
-        return np.interp(drafts, np.arange(len(gains)), gains)
+    def _gains_of(self) -> _Gains:
+        """Of the blocks of the last rounds."""
+        if self._gains is None:
+            seen = self._seen[0] if len(self._seen) == 1 else np.concatenate(self._seen)
+            self._gains = _Gains.of(seen, [self._width, *self._costs.narrow, *self._costs.uniform])
+        return self._gains
 
     def plan(
         self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
     ) -> Plan:
         choices = self._choices_of(requests, prompt_rows)
         if not self._requests:
-            return choices.plans[0]
+            return choices.plan(0)
         worth, tokens = self._worth(
             choices, requests, self._of_requests(keys, adapted), prompt_rows
         )
         best = int(worth.argmax())
         gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
-        pays = gains or choices.plans[0].total is not None
-        return choices.plans[best if pays else 0]
+        pays = gains or choices.plan(0).total is not None
+        return choices.plan(best if pays else 0)
 
     def milliseconds(
         self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
@@ -236,7 +225,7 @@ class BestRows(WholeBlocks):
         return self._costs.context * keys + self._costs.adapters * adapted
 
     def _worth(
-        self, choices: _Choices, requests: int, more: float, prompt_rows: int
+        self, choices: Choices, requests: int, more: float, prompt_rows: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """What each choice promises beyond what its time is worth, and its tokens.
 
@@ -251,13 +240,14 @@ class BestRows(WholeBlocks):
         return tokens - (usual[0] / usual[1]).max() * times, tokens
 
     def _promised(
-        self, choices: _Choices, requests: int, more: float, prompts: bool
+        self, choices: Choices, requests: int, more: float, prompts: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and milliseconds of each choice; none takes less than the host does for a step."""
-        scale = requests / self._requests
-        tokens = np.full(len(choices.plans), float(requests))
-        for width, these, drafts in choices.drafting:
-            tokens[these] += scale * self._promise(width, drafts / scale)
+        if (tokens := self._tokens.get(id(choices))) is None:
+            scale = requests / self._requests
+            drafts = (choices.rows - requests) / scale
+            tokens = requests + scale * self._gains_of().at(choices.widths, drafts)
+            self._tokens[id(choices)] = tokens
         host = 0.0 if self._pace is None else self._pace.of(prompts)
         return tokens, np.maximum(choices.times + more, host)
 
@@ -265,11 +255,11 @@ class BestRows(WholeBlocks):
         """The best of those whose blocks are the next wider ones, if there is room for any."""
         choices = self._choices_of(requests, prompt_rows)
         worth, _ = self._worth(choices, requests, more, prompt_rows)
-        wider = [width for width in choices.widths.tolist() if width > plan.width]
-        if not wider:
+        wider = choices.widths[choices.widths > plan.width]
+        if not len(wider):
             return plan
-        best = np.where(choices.widths == min(wider), worth, -np.inf).argmax()
-        return choices.plans[int(best)]
+        best = np.where(choices.widths == wider.min(), worth, -np.inf).argmax()
+        return choices.plan(int(best))
 
     def next(
         self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
@@ -291,14 +281,11 @@ class BestRows(WholeBlocks):
             return plan
         self._seen.clear()  # what this one finds counts, not what was before
         choices = self._choices_of(requests, prompt_rows)
-        tries = [i for i, p in enumerate(choices.plans) if p.width > 1]
-        few = [i for i in tries if choices.rows[i] >= 2 * requests] or tries
-        plain = choices.plans.index(plan)
-        least = min(few, key=lambda i: (choices.rows[i], choices.times[i]), default=plain)
-        longer = choices.times[least] / choices.times[plain]
+        least = choices.least(requests)
+        longer = choices.times[least] / choices.times[-1]
         late = _LATE if self._costs.ragged.sizes else max(_LATE, math.ceil(_FOR_EACH * longer))
         self._without, self._patience = 0, min(2 * self._patience, late)
-        return Plan(choices.plans[least].width, choices.plans[least].total, PROBE)
+        return replace(choices.plan(least), reason=PROBE)
 
     def _say(self, requests: int) -> None:
         now = time.monotonic()
@@ -308,78 +295,71 @@ class BestRows(WholeBlocks):
             )
             self._said = now
 
-    def _choices_of(self, requests: int, prompt_rows: int) -> _Choices:
+    def _choices_of(self, requests: int, prompt_rows: int) -> Choices:
         """All that a round can be, whole blocks first if they fit beside the prompts."""
         # Where there are no passes for both, prompts run by themselves.
         at = requests, prompt_rows if self._costs.ragged.sizes else 0
         if at not in self._choices:
             if len(self._choices) > 10_000:
                 self._choices.clear()
-            plans = self._plans(*at)
-            widths = np.array([plan.width for plan in plans])
-            rows = np.array([plan.rows(requests) for plan in plans])
-            times = np.array([self._time(plan, *at) for plan in plans])
-            drafting = [
-                (width, these, rows[these] - requests)
-                for width in sorted(set(widths.tolist()) - {1})
-                for these in [np.flatnonzero(widths == width)]
-            ]
-            self._choices[at] = _Choices(plans, widths, rows, times, drafting)
+                self._tokens.clear()
+            self._choices[at] = choices_of(self._costs, self._width, *at)
         return self._choices[at]
-
-    def _plans(self, requests: int, prompt_rows: int) -> list[Plan]:
-        whole, sizes = requests * self._width, self._costs.ragged.sizes
-        if requests > self._costs.whole.sizes[-1]:
-            # No graph holds them: they run kernel by kernel, with all rows.
-            return [self._plan]
-        plans = []
-        if not prompt_rows or whole + prompt_rows <= sizes[-1]:
-            plans.append(self._plan)
-        for size in sizes:
-            if requests < size - prompt_rows < whole:
-                plans.append(Plan(self._width, size - prompt_rows, RAGGED))
-        for width, stairs in self._costs.narrow.items():
-            if requests >= stairs.sizes[0]:  # fewer are drafted whole in next to the same time
-                rooms = [size - prompt_rows for size in sizes if size - prompt_rows > requests]
-                totals = dict.fromkeys(min(room, requests * width) for room in rooms)
-                plans += [Plan(width, total, NARROW) for total in totals]
-        plans += [Plan(width, reason=NARROW) for width in self._costs.uniform]
-        plans.append(Plan(1, reason=PLAIN))
-        return plans
 
     def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
         """Milliseconds of a round, contexts aside."""
-        costs, rows = self._costs, plan.rows(requests)
-        if plan.total is None and plan.width in costs.uniform:
-            return costs.uniform[plan.width].at(requests)
-        if plan.total is None and not prompt_rows:
-            whole = costs.whole if plan.width > 1 else costs.plain
-            return self._draft_time(plan, requests) + whole.at(requests)
-        return costs.ragged.at(rows + prompt_rows) + self.besides(plan, requests)
+        if plan.total is None:
+            time = time_of_all(self._costs, plan.width, requests, prompt_rows)
+            if time is not None:
+                return time
+        return self._costs.ragged.at(plan.rows(requests) + prompt_rows) + self.besides(
+            plan, requests
+        )
 
     def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
         """Of one that is a pass over rows."""
-        alone = self._draft_time(plan, requests) + self._costs.head.at(plan.rows(requests))
+        alone = draft_time(self._costs, plan.width, requests)
+        alone += self._costs.head.at(plan.rows(requests))
         return alone + self._costs.adapters * adapted
 
-    def _draft_time(self, plan: Plan, requests: int) -> float:
-        if plan.width == 1:
-            return 0.0
-        return self._costs.narrow.get(plan.width, self._costs.draft).at(requests)
 
-
-class _Choices(NamedTuple):
-    """What a round can be, how wide its blocks then are, how many rows it verifies, and its milliseconds.
+@dataclass(frozen=True)
+class _Gains:
+    """Tokens that the 0, 1, 2 … likeliest drafts of blocks were worth, by the blocks' width.
 
     Attributes:
-        drafting: by width above 1, which plans have such blocks, and how many drafts they verify.
+        values: of all widths, one behind the other.
+        begins: where those of a width begin, by the width; of width 1 there are none.
+        drafts: how many there are of each width, by the width.
     """
 
-    plans: list[Plan]
-    widths: np.ndarray
-    rows: np.ndarray
-    times: np.ndarray
-    drafting: list[tuple[int, np.ndarray, np.ndarray]]
+    values: np.ndarray
+    begins: np.ndarray
+    drafts: np.ndarray
+
+    @classmethod
+    def of(cls, chances: np.ndarray, widths: list[int]) -> _Gains:
+        """
+        Args:
+            chances: [blocks, drafts] of whole blocks.
+        """
+        begins = np.zeros(max(widths) + 1, dtype=np.int64)
+        drafts = np.zeros_like(begins)
+        falling, parts, at = -chances, [np.zeros(2)], 2
+        for width in widths:
+            best = np.sort(falling[:, : width - 1], axis=None).cumsum(dtype=np.float64)
+            parts += [np.zeros(1), best, best[-1:]]  # more drafts than all are worth no more
+            begins[width], drafts[width] = at, len(best)
+            at += len(best) + 2
+        return cls(-np.concatenate(parts), begins, drafts)
+
+    def at(self, widths: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """What so many of all drafts were worth, in blocks of these widths, if they are the likeliest: [n] each."""
+        drafts = np.minimum(drafts, self.drafts[widths])
+        whole = drafts.astype(np.int64)
+        at = self.begins[widths] + whole
+        below = self.values[at]
+        return below + (drafts - whole) * (self.values[at + 1] - below)
 
 
 def planner(width: int, widths: list[int], costs: Costs | None, pace: Pace) -> WholeBlocks:

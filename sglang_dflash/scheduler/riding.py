@@ -17,8 +17,9 @@ from sglang.srt.utils import ceil_align
 
 from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.run import RoundRunner
+from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.ending import leave_out_ending
-from sglang_dflash.scheduler.plan import Plan, WholeBlocks
+from sglang_dflash.scheduler.plan import WholeBlocks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch

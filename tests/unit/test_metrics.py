@@ -14,8 +14,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from sglang_dflash.round.run import NO_GRAPH
+from sglang_dflash.scheduler.choices import NARROW, PLAIN, PROBE, RAGGED, WHOLE
 from sglang_dflash.scheduler.pace import Pace
-from sglang_dflash.scheduler.plan import NARROW, PLAIN, PROBE, RAGGED, WHOLE
 from sglang_dflash.scheduler.worker_v2 import SLOTS
 from sglang_dflash.serving.metrics import (
     ALONE,

@@ -17,9 +17,10 @@ from sglang_dflash.gpu.pass_sizes import MOST_ROWS, PROMPT_ROWS, row_sizes
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.round.run import RoundRunner
+from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
-from sglang_dflash.scheduler.plan import Plan, WholeBlocks
+from sglang_dflash.scheduler.plan import WholeBlocks
 from sglang_dflash.scheduler.riding import Riding
 
 WIDTH, SIZE = 8, 200
