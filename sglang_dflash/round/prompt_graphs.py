@@ -89,6 +89,7 @@ class PromptGraphs:
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
         mrope = parts.state.rope_deltas is not None
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests, mrope)
+        self.inputs.warm_up(max(rounds.widths))
         self._hidden: torch.Tensor | None = None
         self._blocks: Drafted | None = None
         self._last: TargetRows | None = None

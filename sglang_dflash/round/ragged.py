@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.gpu.kernels.share_rows import share_rows
+
 _NOT_VERIFIED = -3  # no token, and no mark of one
+# Requests, and rows of a block, for which the kernel is compiled; for more it is compiled anew.
+_MOST, _WIDEST = 256, 16
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Ragged:
         """
         requests, drafts = chances.shape
         order = chances.flatten().argsort(descending=True, stable=True)
+        if order.is_cuda:
+            most, widest = max(requests, _MOST), max(drafts + 1, _WIDEST)
+            made = share_rows(order, requests, drafts + 1, total, most, widest)
+            return cls(total, drafts + 1, *made)
         owners = order[: total - requests] // drafts
         counts = torch.ones_like(order[:requests])
         counts.scatter_add_(0, owners, torch.ones_like(owners))

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.gpu.kernels.fill_pass import BlockRows, PromptRows, fill_pass
 from sglang_dflash.round.adapter_buffers import Ids
 from sglang_dflash.round.clean_pool import CleanPool
 from sglang_dflash.round.opened import Round, own_positions
@@ -61,6 +62,7 @@ class SideBySide:
     Attributes:
         tokens, positions, slots: [rows] int64.
         rope: [rows] int64, `Round.rope_positions`; None for a target without M-RoPE.
+        buffers: [3 or 4, rows] int64, all of these.
         requests: [requests + 1] int64, rows of `req_to_token`; `padding_row` for none.
         cache_lengths: [requests + 1] int32, keys that a request's last row sees.
         ends: [requests + 2] int32, where each request's rows begin, and end.
@@ -78,9 +80,9 @@ class SideBySide:
         device = req_to_token.device
         self.padding_row = len(req_to_token)
         self._table, self._page_size = req_to_token, page_size
-        self._rows = torch.zeros(3 + mrope, rows, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.slots = self._rows[:3]
-        self.rope = self._rows[3] if mrope else None
+        self.buffers = torch.zeros(3 + mrope, rows, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots = self.buffers[:3]
+        self.rope = self.buffers[3] if mrope else None
         self.most = requests
         self.requests = torch.full((requests + 1,), self.padding_row, device=device)
         self.cache_lengths = torch.zeros(requests + 1, dtype=torch.int32, device=device)
@@ -91,6 +93,9 @@ class SideBySide:
 
     def fill(self, size: int, blocks: Drafted | None, prompts: ForwardBatch | None) -> None:
         """Puts blocks and prompts side by side, and fills up to `size` rows."""
+        if self.requests.is_cuda:
+            self._fill_at_once(size, blocks, prompts)
+            return
         at = end = last = request = 0
         self.requests.fill_(self.padding_row)
         self.cache_lengths.zero_()
@@ -104,24 +109,51 @@ class SideBySide:
             if self.rope is not None:
                 # Pictures do not come here, and text has one number for all three.
                 given.append(prompts.mrope_positions[0])
-            for row, value in zip(self._rows, given, strict=True):
+            for row, value in zip(self.buffers, given, strict=True):
                 row[at:end].copy_(value)
             self.requests[request:last].copy_(prompts.req_pool_indices)
             self.cache_lengths[request:last].copy_(prompts.seq_lens)
-        self._rows[:, end:size].zero_()
+        self.buffers[:, end:size].zero_()
         self.cache_lengths[last].fill_(size - end)
-        ends = torch.tensor(list(self._ends(size, blocks, prompts)), dtype=torch.int32)
-        if self.ends.is_cuda:
-            ends = ends.pin_memory()
-        self.ends.copy_(ends, non_blocking=True)
-        if blocks is not None and blocks.ragged is not None:  # only the device knows
+        self.ends.copy_(torch.tensor(list(self._ends(size, blocks, prompts)), dtype=torch.int32))
+        if blocks is not None and blocks.ragged is not None:
             self.ends[:request].copy_(blocks.ragged.begins)
+
+    def _fill_at_once(
+        self, size: int, blocks: Drafted | None, prompts: ForwardBatch | None
+    ) -> None:
+        fill_pass(
+            *(self.buffers, self.requests, self.cache_lengths, self.ends, size, self.padding_row),
+            None if blocks is None else self._rows_of(blocks),
+            None if prompts is None else _rows_of_prompts(prompts),
+        )
+
+    def warm_up(self, width: int) -> None:
+        """Has compiled what fills passes and shares out rows of blocks of up to `width`; nobody is to wait for that."""
+        if not self.requests.is_cuda:
+            return
+        none = torch.zeros(width, dtype=torch.int64, device=self.requests.device)
+        one, drafts, rope = none[:1], none[None, 1:], None if self.rope is None else none
+        block = BlockRows(one, drafts, none, none, rope, one, one, width, 1, (one, one, one))
+        buffers = self.buffers, self.requests, self.cache_lengths, self.ends
+        for blocks in (None, block):
+            fill_pass(*buffers, self.buffers.shape[1], self.padding_row, blocks, None)
+        Ragged.share(drafts.float(), 1)
+
+    def _rows_of(self, blocks: Drafted) -> BlockRows:
+        round, ragged = blocks.round, blocks.ragged
+        return BlockRows(
+            *(round.bonus_tokens, blocks.draft_tokens, round.positions, round.slots),
+            None if self.rope is None else round.rope_positions,
+            *(round.rows, round.start, round.width, blocks.rows),
+            None if ragged is None else (ragged.source, ragged.counts, ragged.begins),
+        )
 
     def _put(self, blocks: Drafted) -> None:
         """Blocks at the beginning, all of their rows or those that are to be verified."""
         round, ragged, request = blocks.round, blocks.ragged, len(blocks.draft_tokens)
         drafted = torch.cat([round.bonus_tokens[:, None], blocks.draft_tokens], dim=1).flatten()
-        rows, into = [drafted, round.positions, round.slots], self._rows[:, : blocks.rows]
+        rows, into = [drafted, round.positions, round.slots], self.buffers[:, : blocks.rows]
         if self.rope is not None:
             rows.append(round.rope_positions)
         if ragged is None:
@@ -146,7 +178,7 @@ class SideBySide:
 
     def clear(self, size: int) -> None:
         """Nothing but rows that fill a pass up."""
-        self._rows[:, :size].zero_()
+        self.buffers[:, :size].zero_()
         self.requests.fill_(self.padding_row)
         self.cache_lengths.zero_()
         self.cache_lengths[-1:].fill_(size)
@@ -192,3 +224,10 @@ class SideBySide:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             num_token_non_padded_cpu=size,
         )
+
+
+def _rows_of_prompts(prompts: ForwardBatch) -> PromptRows:
+    return PromptRows(
+        *(prompts.input_ids, prompts.positions, prompts.out_cache_loc),
+        *(prompts.req_pool_indices, prompts.seq_lens, prompts.extend_start_loc),
+    )

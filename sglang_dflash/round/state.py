@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_dflash.gpu.kernels.start_requests import start_requests
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
@@ -63,15 +65,20 @@ class RequestState:
             ends: [bs, ENDS + 1], as `ends_of` gives them; None if nothing is known.
             rope_deltas: [bs] int64; None for a target without M-RoPE.
         """
+        if rope_deltas is not None:
+            self.rope_deltas[rows] = rope_deltas.to(rows.device, non_blocking=True)
+        if ends is not None:
+            ends = ends.to(rows.device, non_blocking=True)
+            if rows.is_cuda:
+                start_requests(rows, bonus_tokens, lengths, ends, self.moved_by_rounds[:-1])
+                return
         self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)
         self.lengths[rows] = lengths
         self.ended.index_fill_(0, rows, 0)  # `[rows] = 0` would wait for the device
         if ends is not None:
-            tokens, limits = ends.to(rows.device, non_blocking=True).split([ENDS, 1], dim=1)
+            tokens, limits = ends.split([ENDS, 1], dim=1)
             self.ends[rows], self.limits[rows] = tokens, limits[:, 0]
             self.ended[rows] = (tokens == bonus_tokens[:, None]).any(dim=1).to(torch.int32)
-        if rope_deltas is not None:
-            self.rope_deltas[rows] = rope_deltas.to(rows.device, non_blocking=True)
 
     def rope_deltas_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Of the requests at `rows` ([bs] int64), if there are any."""

@@ -5,6 +5,7 @@ Triton's interpreter runs what its compiler refuses. Prints the shared memory of
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import triton
@@ -16,8 +17,11 @@ from sglang_dflash.gpu.kernels import (
     adapter_rows,
     delta_net_rows,
     delta_net_states,
+    fill_pass,
+    share_rows,
     shared_gate,
     side_by_side,
+    start_requests,
     store_rows,
     tile_plan,
 )
@@ -140,6 +144,24 @@ def small(capability: int, dtype: str) -> int:
     return max(each.metadata.shared for each in made)
 
 
+def of_rounds(capability: int) -> int:
+    """Compiles what shares out rows, fills passes and starts requests; the shared memory of the largest."""
+    names = {*fill_pass._fill.arg_names, *start_requests._start.arg_names}
+    names |= set(share_rows._share.arg_names)
+    types = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
+    types |= dict.fromkeys(("prompt_begins_ptr", "ended_ptr"), "*i32")
+    filled = types | {"lengths_ptr": "*i32", "ends_ptr": "*i32"}
+    shared = dict(REQUESTS_POW2=256, WIDEST_POW2=16, CHUNK=1024)
+    made = [
+        compiled(share_rows._share, capability, shared, types, 8),
+        compiled(start_requests._start, capability, dict(ENDS=4), types, 1),
+    ]
+    for ragged, mrope in itertools.product((False, True), repeat=2):
+        options = dict(RAGGED=ragged, MROPE=mrope, TILE=256)
+        made.append(compiled(fill_pass._fill, capability, options, filled, 4))
+    return max(each.metadata.shared for each in made)
+
+
 def in_fp8(capability: int) -> int:
     """Compiles what quantizes rows of Qwen3-8B's shape on the way; the shared memory of the larger."""
     names = ("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr", "gate_up_ptr")
@@ -194,6 +216,7 @@ def main() -> None:
         print(
             capability, "linear attention", f"{delta_nets(capability, dtype):,} bytes", flush=True
         )
+        print(capability, "rounds", f"{of_rounds(capability):,} bytes", flush=True)
         print(capability, "small", f"{small(capability, dtype):,} bytes", flush=True)
         if capability >= 89:
             print(capability, "FP8", f"{in_fp8(capability):,} bytes", flush=True)

@@ -25,6 +25,7 @@ from sglang_dflash.gpu.kernels.sandwich_norm import (
 )
 from sglang_dflash.gpu.kernels.shared_gate import gate_shared, gate_shared_reference
 from sglang_dflash.gpu.kernels.skinny_matmul import ROOMS, Tiling, launch, room_for
+from sglang_dflash.gpu.kernels.start_requests import start_requests
 from sglang_dflash.gpu.kernels.store_rows import store_rows
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
 from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
@@ -368,3 +369,22 @@ def test_row_top2(n: int, size: int) -> None:
     assert torch.equal(index, (x == value[:, None]).int().argmax(dim=-1))
     for mine, its in zip(row_top2(x.cpu()), (value, index, second), strict=True):
         assert torch.equal(mine, its.cpu())
+
+
+@pytest.mark.parametrize("tokens", [torch.int32, torch.int64])
+def test_what_a_prefill_leaves(tokens: torch.dtype) -> None:
+    """Of a token that ends its request, one that does not, and one that NaN chose; others' rows stay as they are."""
+    rows = torch.tensor([4, 0, 2], device=DEVICE)
+    first = torch.tensor([7, 8, NOT_FINITE], dtype=tokens, device=DEVICE)
+    ends = torch.tensor([[5, 7, -100, -100, 30], [7, -100, -100, -100, 40], [5, 6, 7, 8, 50]])
+    lengths = torch.tensor([11, 12, 13], device=DEVICE)
+    before = {"lengths": 3, "bonus_tokens": 2, "ends": 1, "limits": 9, "ended": 1}
+    made, expected = RequestState(6, DEVICE), RequestState(6, "cpu")
+    for state in (made, expected):
+        for name, value in before.items():
+            getattr(state, name).fill_(value)
+    expected.start(rows.cpu(), first.cpu(), lengths.cpu(), ends)
+    start_requests(rows, first, lengths, ends.to(DEVICE), made.moved_by_rounds[:-1])
+    for name in before:
+        assert torch.equal(getattr(made, name).cpu(), getattr(expected, name)), name
+    assert made.ended[rows].tolist() == [1, 0, 0] and made.bonus_tokens[2] == 0

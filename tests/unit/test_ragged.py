@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.gpu.kernels import survival as survival_kernels
+from sglang_dflash.gpu.kernels.share_rows import share_rows
 from sglang_dflash.gpu.kernels.survival import count_and_update, expect
 from sglang_dflash.round.accept import accept
 from sglang_dflash.round.ragged import Ragged
@@ -27,6 +28,21 @@ def test_the_likeliest_drafts_get_rows(total: int) -> None:
     taken = [row[: n - 1] for row, n in zip(chances.tolist(), counts, strict=True)]
     left = [row[n - 1 :] for row, n in zip(chances.tolist(), counts, strict=True)]
     assert min(sum(taken, []), default=1.0) >= max(sum(left, []), default=0.0)
+
+
+@pytest.mark.parametrize("width", [2, WIDTH])
+@pytest.mark.parametrize("requests", [1, 7, 300])
+def test_the_kernel_shares_rows_as_tensors_do(requests: int, width: int) -> None:
+    """None but the first, some, and all; more drafts than are counted at once."""
+    torch.manual_seed(requests)
+    chances = torch.rand(requests, width - 1).cumprod(dim=1)
+    order = chances.flatten().argsort(descending=True, stable=True)
+    for total in {requests, requests * width // 2 + 1, requests * width}:
+        expected = Ragged.share(chances, total)
+        counts, begins, source = share_rows(order, requests, width, total, 300, 2 * WIDTH)
+        assert torch.equal(counts, expected.counts)
+        assert torch.equal(begins, expected.begins)
+        assert torch.equal(source, expected.source)
 
 
 def test_rows_that_are_the_same_of_all() -> None:

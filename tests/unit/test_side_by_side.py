@@ -23,7 +23,11 @@ CUT = (4, 32)  # row of the table, and the length beyond which it has no slots
 class World:
     """A table in which every request has slots, and buffers to fill."""
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, at_once: bool = False):
+        """
+        Args:
+            at_once: whether the kernel fills the buffers.
+        """
         self.page_size = page_size
         pages = 1 + torch.randperm(OWNERS * CONTEXT // page_size)  # the first is for padding
         slots = pages[:, None] * page_size + torch.arange(page_size)
@@ -31,6 +35,8 @@ class World:
         row, length = CUT
         self.table[row, length:] = 0
         self.inputs = SideBySide(self.table, page_size, ROWS, MOST, mrope=True)
+        if at_once:
+            self.inputs.fill = self.inputs._fill_at_once
 
     def blocks(self) -> Drafted:
         rows, lengths = torch.tensor(list(DECODING)), torch.tensor(list(DECODING.values()))
@@ -52,6 +58,7 @@ class World:
             req_pool_indices=torch.tensor(rows),
             seq_lens=torch.tensor([a + n for a, n in PROMPTS.values()]),
             extend_seq_lens_cpu=[n for _, n in PROMPTS.values()],
+            extend_start_loc=torch.tensor([0, 9, 10], dtype=torch.int32),
         )
 
     def seen(self) -> list[tuple[int, int, list[int]]]:
@@ -78,10 +85,10 @@ def own_keys(world: World, row: int, position: int) -> list[int]:
     return slots.tolist()
 
 
-@pytest.fixture(params=[1, 16])
+@pytest.fixture(params=[(1, False), (16, False), (1, True), (16, True)], ids=str)
 def world(request: pytest.FixtureRequest) -> World:
     torch.manual_seed(0)
-    return World(request.param)
+    return World(*request.param)
 
 
 def expected_blocks(world: World) -> list[tuple[int, int, list[int]]]:
