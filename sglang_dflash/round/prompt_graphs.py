@@ -26,6 +26,7 @@ from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
 from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
+from sglang_dflash.round.at_once_check import use_kernels
 from sglang_dflash.round.block_costs import costs_of_blocks
 from sglang_dflash.round.captured_models import CapturedAdaptedPass, CapturedTarget
 from sglang_dflash.round.capturing import captured
@@ -89,7 +90,8 @@ class PromptGraphs:
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
         mrope = parts.state.rope_deltas is not None
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests, mrope)
-        self.inputs.warm_up(max(rounds.widths))
+        if self.inputs.requests.is_cuda:
+            use_kernels(self.inputs, max(rounds.widths))
         self._hidden: torch.Tensor | None = None
         self._blocks: Drafted | None = None
         self._last: TargetRows | None = None

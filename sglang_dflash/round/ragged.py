@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.gpu import at_once
 from sglang_dflash.gpu.kernels.share_rows import share_rows
 
 _NOT_VERIFIED = -3  # no token, and no mark of one
@@ -45,7 +46,7 @@ class Ragged:
         """
         requests, drafts = chances.shape
         order = chances.flatten().argsort(descending=True, stable=True)
-        if order.is_cuda:
+        if at_once.used():
             most, widest = max(requests, _MOST), max(drafts + 1, _WIDEST)
             made = share_rows(order, requests, drafts + 1, total, most, widest)
             return cls(total, drafts + 1, *made)

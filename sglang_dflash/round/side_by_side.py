@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_dflash.gpu import at_once
 from sglang_dflash.gpu.kernels.fill_pass import BlockRows, PromptRows, fill_pass
 from sglang_dflash.round.adapter_buffers import Ids
 from sglang_dflash.round.clean_pool import CleanPool
@@ -93,7 +94,7 @@ class SideBySide:
 
     def fill(self, size: int, blocks: Drafted | None, prompts: ForwardBatch | None) -> None:
         """Puts blocks and prompts side by side, and fills up to `size` rows."""
-        if self.requests.is_cuda:
+        if at_once.used():
             self._fill_at_once(size, blocks, prompts)
             return
         at = end = last = request = 0
@@ -115,8 +116,11 @@ class SideBySide:
             self.cache_lengths[request:last].copy_(prompts.seq_lens)
         self.buffers[:, end:size].zero_()
         self.cache_lengths[last].fill_(size - end)
-        self.ends.copy_(torch.tensor(list(self._ends(size, blocks, prompts)), dtype=torch.int32))
-        if blocks is not None and blocks.ragged is not None:
+        ends = torch.tensor(list(self._ends(size, blocks, prompts)), dtype=torch.int32)
+        if self.ends.is_cuda:
+            ends = ends.pin_memory()
+        self.ends.copy_(ends, non_blocking=True)
+        if blocks is not None and blocks.ragged is not None:  # only the device knows
             self.ends[:request].copy_(blocks.ragged.begins)
 
     def _fill_at_once(
@@ -127,18 +131,6 @@ class SideBySide:
             None if blocks is None else self._rows_of(blocks),
             None if prompts is None else _rows_of_prompts(prompts),
         )
-
-    def warm_up(self, width: int) -> None:
-        """Has compiled what fills passes and shares out rows of blocks of up to `width`; nobody is to wait for that."""
-        if not self.requests.is_cuda:
-            return
-        none = torch.zeros(width, dtype=torch.int64, device=self.requests.device)
-        one, drafts, rope = none[:1], none[None, 1:], None if self.rope is None else none
-        block = BlockRows(one, drafts, none, none, rope, one, one, width, 1, (one, one, one))
-        buffers = self.buffers, self.requests, self.cache_lengths, self.ends
-        for blocks in (None, block):
-            fill_pass(*buffers, self.buffers.shape[1], self.padding_row, blocks, None)
-        Ragged.share(drafts.float(), 1)
 
     def _rows_of(self, blocks: Drafted) -> BlockRows:
         round, ragged = blocks.round, blocks.ragged

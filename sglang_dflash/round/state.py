@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_dflash.gpu import at_once
 from sglang_dflash.gpu.kernels.start_requests import start_requests
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class RequestState:
             self.rope_deltas[rows] = rope_deltas.to(rows.device, non_blocking=True)
         if ends is not None:
             ends = ends.to(rows.device, non_blocking=True)
-            if rows.is_cuda:
+            if at_once.used():
                 start_requests(rows, bonus_tokens, lengths, ends, self.moved_by_rounds[:-1])
                 return
         self.bonus_tokens[rows] = bonus_tokens.to(torch.int64).clamp(min=0)

@@ -151,7 +151,7 @@ def of_rounds(capability: int) -> int:
     types = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
     types |= dict.fromkeys(("prompt_begins_ptr", "ended_ptr"), "*i32")
     filled = types | {"lengths_ptr": "*i32", "ends_ptr": "*i32"}
-    shared = dict(REQUESTS_POW2=256, WIDEST_POW2=16, CHUNK=1024)
+    shared = dict(REQUESTS_POW2=256, WIDEST_POW2=16, CHUNK=64)
     made = [
         compiled(share_rows._share, capability, shared, types, 8),
         compiled(start_requests._start, capability, dict(ENDS=4), types, 1),

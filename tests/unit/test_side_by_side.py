@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sglang_dflash.gpu import at_once
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.side_by_side import Drafted, SideBySide
@@ -23,11 +26,7 @@ CUT = (4, 32)  # row of the table, and the length beyond which it has no slots
 class World:
     """A table in which every request has slots, and buffers to fill."""
 
-    def __init__(self, page_size: int, at_once: bool = False):
-        """
-        Args:
-            at_once: whether the kernel fills the buffers.
-        """
+    def __init__(self, page_size: int):
         self.page_size = page_size
         pages = 1 + torch.randperm(OWNERS * CONTEXT // page_size)  # the first is for padding
         slots = pages[:, None] * page_size + torch.arange(page_size)
@@ -35,15 +34,17 @@ class World:
         row, length = CUT
         self.table[row, length:] = 0
         self.inputs = SideBySide(self.table, page_size, ROWS, MOST, mrope=True)
-        if at_once:
-            self.inputs.fill = self.inputs._fill_at_once
 
     def blocks(self) -> Drafted:
         rows, lengths = torch.tensor(list(DECODING)), torch.tensor(list(DECODING.values()))
         state = RequestState(OWNERS, "cpu", mrope=True)
         state.start(rows, 100 + rows, lengths, rope_deltas=torch.tensor([*PICTURED.values()]))
         round = Round.open(state, rows, lengths + WIDTH, WIDTH, self.table, CONTEXT)
-        return Drafted(round, 200 + torch.arange(len(rows) * (WIDTH - 1)).view(-1, WIDTH - 1))
+        # Both lie among others, as where graphs leave them.
+        tokens = torch.full((len(rows), 2 * WIDTH), 77)
+        tokens[:, 0] = round.bonus_tokens
+        tokens[:, 1:WIDTH] = 200 + torch.arange(len(rows) * (WIDTH - 1)).view(-1, WIDTH - 1)
+        return Drafted(replace(round, bonus_tokens=tokens[:, 0]), tokens[:, 1:WIDTH])
 
     def prompts(self) -> SimpleNamespace:
         """The fields of a forward batch that are read."""
@@ -86,9 +87,14 @@ def own_keys(world: World, row: int, position: int) -> list[int]:
 
 
 @pytest.fixture(params=[(1, False), (16, False), (1, True), (16, True)], ids=str)
-def world(request: pytest.FixtureRequest) -> World:
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Pages of each size, filled by steps and by the kernel."""
     torch.manual_seed(0)
-    return World(*request.param)
+    page_size, kernels = request.param
+    made = World(page_size)
+    at_once.use(kernels)
+    yield made
+    at_once.use(False)
 
 
 def expected_blocks(world: World) -> list[tuple[int, int, list[int]]]:

@@ -15,8 +15,8 @@ class BlockRows(NamedTuple):
     """Blocks of a round.
 
     Attributes:
-        tokens: [bs] int64, bonus tokens.
-        drafts: [bs, width - 1] int64, rows contiguous.
+        tokens: [bs] int64, bonus tokens; may lie among others.
+        drafts: [bs, width - 1] int64; so may its rows.
         positions, slots: [bs * width] int64.
         rope: likewise; None for a target without M-RoPE.
         owners: [bs] int64, rows of `req_to_token`.
@@ -60,6 +60,7 @@ class PromptRows(NamedTuple):
 @triton.jit(
     do_not_specialize=[
         "rows_stride",
+        "bonus_stride",
         "drafts_stride",
         "width",
         "blocks",
@@ -111,6 +112,7 @@ def _fill(
     prompt_lengths_ptr,
     prompt_begins_ptr,
     rows_stride,
+    bonus_stride,
     drafts_stride,
     width,
     blocks,
@@ -131,7 +133,7 @@ def _fill(
         source = tl.load(source_ptr + i, mask=of_block, other=0)
     request = source // width
     draft = source - request * width - 1
-    bonus = tl.load(bonus_ptr + request, mask=of_block & (draft < 0), other=0)
+    bonus = tl.load(bonus_ptr + request * bonus_stride, mask=of_block & (draft < 0), other=0)
     drafted = of_block & (draft >= 0)
     token = tl.load(drafts_ptr + request * drafts_stride + draft, mask=drafted, other=0)
     j = i - block_rows
@@ -191,11 +193,12 @@ def fill_pass(
         nobody: what stands in `requests` for none.
     """
     unread, mrope, most = requests, len(buffers) > 3, len(requests) - 1
-    of_blocks, shared, widths, counts = [unread] * 7, [unread] * 3, (0, 1), (0, 0)
+    of_blocks, shared, widths, counts = [unread] * 7, [unread] * 3, (0, 0, 1), (0, 0)
     ragged = False
     if blocks is not None:
         of_blocks = [unread if each is None else each for each in blocks[:7]]
-        widths, counts = (blocks.drafts.stride(0), blocks.width), (len(blocks.owners), blocks.rows)
+        widths = blocks.tokens.stride(0), blocks.drafts.stride(0), blocks.width
+        counts = len(blocks.owners), blocks.rows
         if ragged := blocks.shared is not None:
             shared = blocks.shared
     of_prompts = [*[unread] * 5, ends] if prompts is None else prompts  # of the same types

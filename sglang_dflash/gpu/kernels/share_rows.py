@@ -6,11 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-_CHUNK = 1024  # drafts that are counted at once
+_CHUNK = 64  # drafts that are counted at once
 
 
-# Blocks of another width come when traffic changes: nothing may be compiled then.
-@triton.jit(do_not_specialize=["requests", "given", "width"])
+# Blocks of another width come when traffic changes, and tensors begin anywhere: nothing may be compiled then.
+@triton.jit(
+    do_not_specialize=["requests", "given", "width"],
+    do_not_specialize_on_alignment=["order_ptr", "counts_ptr", "begins_ptr", "source_ptr"],
+)
 def _share(
     order_ptr,
     counts_ptr,
@@ -28,9 +31,9 @@ def _share(
     counts = known.to(tl.int32)
     i = tl.arange(0, CHUNK)
     for first in range(0, given, CHUNK):
-        inside = first + i < given
-        owner = tl.load(order_ptr + first + i, mask=inside, other=0) // (width - 1)
-        counts += tl.histogram(owner.to(tl.int32), REQUESTS_POW2, mask=inside)
+        draft = tl.load(order_ptr + first + i, mask=first + i < given, other=-1)
+        owner = tl.where(draft < 0, -1, draft // (width - 1)).to(tl.int32)
+        counts += tl.sum((owner[:, None] == request[None, :]).to(tl.int32), axis=0)
     begins = tl.cumsum(counts, 0) - counts
     tl.store(counts_ptr + request, counts.to(tl.int64), mask=known)
     tl.store(begins_ptr + request, begins.to(tl.int64), mask=known)
