@@ -15,6 +15,7 @@ from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.survival import BINS, KINDS, Estimate, Kinds, Survival
 
 WIDTH = 6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("total", [7, 8, 20, 41, 42])
@@ -39,10 +40,9 @@ def test_the_kernel_shares_rows_as_tensors_do(requests: int, width: int) -> None
     order = chances.flatten().argsort(descending=True, stable=True)
     for total in {requests, requests * width // 2 + 1, requests * width}:
         expected = Ragged.share(chances, total)
-        counts, begins, source = share_rows(order, requests, width, total, 300, 2 * WIDTH)
-        assert torch.equal(counts, expected.counts)
-        assert torch.equal(begins, expected.begins)
-        assert torch.equal(source, expected.source)
+        shared = share_rows(order.to(DEVICE), requests, width, total, 300, 2 * WIDTH)
+        for made, name in zip(shared, ("counts", "begins", "source"), strict=True):
+            assert torch.equal(made.cpu(), getattr(expected, name)), name
 
 
 def test_rows_that_are_the_same_of_all() -> None:
@@ -194,11 +194,10 @@ def test_all_orders_give_the_same() -> None:
 @pytest.mark.parametrize(("widest", "width"), [(15, 16), (15, 8), (4, 5)])
 def test_kernels(widest: int, width: int) -> None:
     """The steps as a GPU takes them, with all that is learned from round to round."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     theirs = Survival(widest, "cpu")
-    rates, guess = theirs.rates.to(device).clone(), theirs._guess.to(device)
-    fresh, counts = torch.zeros(2, 2, KINDS, widest, BINS, device=device)
+    rates, guess = theirs.rates.to(DEVICE).clone(), theirs._guess.to(DEVICE)
+    fresh, counts = torch.zeros(2, 2, KINDS, widest, BINS, device=DEVICE)
     for number in range(6):
         margins = 12 * torch.rand(9, width - 1) ** 2
         margins[3, 0], margins[4, 1] = 0.0, float("inf")
@@ -206,13 +205,13 @@ def test_kernels(widest: int, width: int) -> None:
         rows = torch.randint(1, width + 1, (9,)) if number % 2 else width
         at, ended = torch.randperm(12)[:9], torch.randint(0, 2, (12,)).to(torch.int32)
         estimate = theirs.estimate(margins, kinds, at, ended)
-        given = (x.to(device) for x in (margins, kinds, at, ended))
+        given = (x.to(DEVICE) for x in (margins, kinds, at, ended))
         cells, chances = expect(*given, rates, 0.125)
         assert torch.equal(cells.cpu(), estimate.cells)
         torch.testing.assert_close(chances.cpu(), estimate.chances)
         told = theirs.learn(estimate, rows, lengths)
         found = count_and_update(
-            *(cells, chances, rows.to(device) if number % 2 else rows, lengths.to(device)),
+            *(cells, chances, rows.to(DEVICE) if number % 2 else rows, lengths.to(DEVICE)),
             *(fresh, counts, rates, guess),
             window=4096,
             kept=(0.5, 0.97),

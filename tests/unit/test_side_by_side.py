@@ -37,9 +37,9 @@ class World:
 
     def blocks(self) -> Drafted:
         rows, lengths = torch.tensor(list(DECODING)), torch.tensor(list(DECODING.values()))
-        state = RequestState(OWNERS, "cpu", mrope=True)
+        state = RequestState(OWNERS, rows.device, mrope=True)
         state.start(rows, 100 + rows, lengths, rope_deltas=torch.tensor([*PICTURED.values()]))
-        round = Round.open(state, rows, lengths + WIDTH, WIDTH, self.table, CONTEXT)
+        round = Round.open(state, rows, (lengths + WIDTH).cpu(), WIDTH, self.table, CONTEXT)
         # Both lie among others, as where graphs leave them.
         tokens = torch.full((len(rows), 2 * WIDTH), 77)
         tokens[:, 0] = round.bonus_tokens
@@ -88,12 +88,12 @@ def own_keys(world: World, row: int, position: int) -> list[int]:
 
 @pytest.fixture(params=[(1, False), (16, False), (1, True), (16, True)], ids=str)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Pages of each size, filled by steps and by the kernel."""
+    """Pages of each size, filled by steps and by the kernel, which runs on a GPU if there is one."""
     torch.manual_seed(0)
     page_size, kernels = request.param
-    made = World(page_size)
     at_once.use(kernels)
-    yield made
+    with torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu"):
+        yield World(page_size)
     at_once.use(False)
 
 
