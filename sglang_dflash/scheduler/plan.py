@@ -312,9 +312,8 @@ class BestRows(WholeBlocks):
             time = time_of_all(self._costs, plan.width, requests, prompt_rows)
             if time is not None:
                 return time
-        return self._costs.ragged.at(plan.rows(requests) + prompt_rows) + self.besides(
-            plan, requests
-        )
+        rows = plan.rows(requests) + prompt_rows
+        return self._costs.ragged.at(rows) + self.besides(plan, requests)
 
     def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
         """Of one that is a pass over rows."""
