@@ -162,6 +162,7 @@ class BestRows(WholeBlocks):
         self.take(costs)
         self._seen: deque[np.ndarray] = deque()  # chances of the last rounds
         self._requests = 0
+        self._gains: _Gains | None = None  # of those rounds, once it is asked for
         # Mean chances at a position by those at the one before, as of the last round that drafted both.
         self._falls: np.ndarray | None = None
         self._narrowed, self._widen = 0, _WIDEN
@@ -172,7 +173,6 @@ class BestRows(WholeBlocks):
         self._choices: dict[tuple[int, int], Choices] = {}
         # What choices promise by what was seen last, by their identity.
         self._tokens: dict[int, np.ndarray] = {}
-        self._gains: _Gains | None = None
 
     def note(self, chances: np.ndarray) -> None:
         self._seen.append(self._widened(chances))

@@ -70,7 +70,7 @@ class Turn:
         pass
 
     async def wait(self) -> None:
-        """Until there is output and a place, or `stop`."""
+        """Until there is output and a place, or the clock strikes."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
