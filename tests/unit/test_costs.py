@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sglang_dflash.round.costs import Costs, Staircase, orderly, remembered
@@ -104,3 +105,10 @@ def test_what_adapters_add(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs._adapters_add() == (2.5, False)
     graphs.adapted = False
     assert graphs._adapters_add() == (0.0, True)
+
+
+def test_times_of_many_sizes() -> None:
+    """As those of one, between what was measured and beyond it."""
+    stairs = Staircase([1, 8, 32], [2.0, 3.0, 5.0])
+    sizes = np.array([1, 2, 8, 9, 32, 64])
+    assert stairs.of(sizes).tolist() == [stairs.at(size) for size in sizes.tolist()]

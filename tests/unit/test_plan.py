@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_dflash.round.costs import Costs, Staircase
-from sglang_dflash.scheduler.choices import (
-    NARROW,
-    PLAIN,
-    PROBE,
-    RAGGED,
-    WHOLE,
-    Plan,
-    choices_of,
-)
+from sglang_dflash.scheduler.choices import NARROW, PLAIN, PROBE, RAGGED, WHOLE, Plan
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import BestRows, WholeBlocks
 
@@ -378,37 +370,11 @@ def test_the_host_takes_longer_with_prompts() -> None:
     assert rows["alone"][0] > rows["none"][0]
 
 
-def test_what_is_chosen_from_is_what_there_is() -> None:
-    """Sizes of passes without the prompts' rows, by their own times; whole blocks only if they fit beside."""
-    narrow = {8: Staircase([32, 128], [0.2, 0.3])}
-    heads = Staircase(SIZES, [0.1 * n for n in range(len(SIZES))])
-    all_costs = replace(costs(0.02, draft=0.5), head=heads, narrow=narrow)
-    alone, beside = (choices_of(all_costs, WIDTH, 40, rows) for rows in (0, 1500))
-    plans = [alone.plan(i) for i in range(len(alone.widths))]
-    assert plans[0] == Plan(WIDTH) and plans[-1] == Plan(1, reason=PLAIN)
-    ragged = [plan.total for plan in plans if plan.reason == RAGGED]
-    assert ragged == [64, 128, 256, 512]
-    assert [p.total for p in plans if p.width == 8] == [64, 128, 256, 320]
-    assert alone.times[0] == pytest.approx(0.5 + all_costs.whole.at(40))
-    assert alone.times[-1] == pytest.approx(all_costs.plain.at(40))
-    assert alone.times[1] == pytest.approx(0.5 + all_costs.ragged.at(64))
-    assert alone.times[plans.index(Plan(8, 320, NARROW))] == pytest.approx(
-        0.3 + all_costs.ragged.at(320) + heads.at(320)
-    )
-    plans = [beside.plan(i) for i in range(len(beside.widths))]
-    assert {(p.width, p.total) for p in plans} == {(WIDTH, 548), (8, 320), (1, None)}
-    assert beside.times[-1] == pytest.approx(all_costs.ragged.at(1540) + heads.at(40))
-
-
-def test_a_probe_tries_few_drafts() -> None:
-    choices = choices_of(costs(0.02), WIDTH, 40, 0)
-    assert choices.rows[choices.least(40)] == 128
-    all_rows = choices_of(costs(0.02), WIDTH, 2000, 0)  # no graph holds so many requests
-    assert all_rows.plan(all_rows.least(2000)) == Plan(WIDTH)
-
-
-def test_times_of_many_sizes() -> None:
-    """As those of one, between what was measured and beyond it."""
-    stairs = Staircase([1, 8, 32], [2.0, 3.0, 5.0])
-    sizes = np.array([1, 2, 8, 9, 32, 64])
-    assert stairs.of(sizes).tolist() == [stairs.at(size) for size in sizes.tolist()]
+def test_other_times_while_a_probe_is_on_its_way() -> None:
+    """What rounds take is measured anew when what was seen before the probe is forgotten and its result not there."""
+    plans = BestRows(WIDTH, costs(0.1))
+    plans.note(chances(0.0))
+    while plans.next(64).reason != PROBE:
+        pass
+    plans.take(costs(0.1))
+    assert plans.next(64).reason == PLAIN

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from typing import Any
 
 from sglang_dflash.serving.output_clock import OutputClock
 from sglang_dflash.serving.turns import FEW
@@ -56,14 +60,26 @@ class Answers:
         await asyncio.gather(*self.tasks)
 
 
-def run(scenario) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @functools.wraps(test)
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 60))
+
+    return run
 
 
-def test_a_few_go_on_in_a_turn_of_the_event_loop() -> None:
-    async def scenario() -> None:
-        answers = Answers("abcdefghi")
-        await answers.begin()
+@asynccontextmanager
+async def begun(names: str) -> AsyncIterator[Answers]:
+    """Answers that wait for their second part; all are read to the end."""
+    answers = Answers(names)
+    await answers.begin()
+    yield answers
+    await answers.end()
+
+
+@in_a_loop
+async def test_a_few_go_on_in_a_turn_of_the_event_loop() -> None:
+    async with begun("abcdefghi") as answers:
         answers.answer("abcdefghi")
         turns = []
         while len(answers.went_on) < 9:
@@ -71,30 +87,21 @@ def test_a_few_go_on_in_a_turn_of_the_event_loop() -> None:
             await asyncio.sleep(0)
             turns.append(len(answers.went_on) - before)
         assert max(turns) == FEW and answers.went_on == list("abcdefghi")
-        await answers.end()
-
-    run(scenario)
 
 
-def test_who_asks_meanwhile_does_not_wait_for_all() -> None:
+@in_a_loop
+async def test_who_asks_meanwhile_does_not_wait_for_all() -> None:
     """A request takes several turns, and each is a short one."""
-
-    async def scenario() -> None:
-        answers = Answers("abcdefghijklmnop")
-        await answers.begin()
+    async with begun("abcdefghijklmnop") as answers:
         answers.answer("abcdefghijklmnop")
         for _ in range(3):
             await asyncio.sleep(0)
         assert len(answers.went_on) <= 3 * FEW < 16
-        await answers.end()
-
-    run(scenario)
 
 
-def test_answers_that_end_or_begin_come_first() -> None:
-    async def scenario() -> None:
-        answers = Answers("abcdefgh")
-        await answers.begin()
+@in_a_loop
+async def test_answers_that_end_or_begin_come_first() -> None:
+    async with begun("abcdefgh") as answers:
         new = request("new")
         answers.states["new"], answers.parts["new"] = new, []
         answers.tasks.append(asyncio.create_task(answers._read(new)))
@@ -106,15 +113,11 @@ def test_answers_that_end_or_begin_come_first() -> None:
             await asyncio.sleep(0)
         # Those who come first of all find a place at once.
         assert answers.went_on[FEW : FEW + 2] == ["h", "new"]
-        await answers.end()
-
-    run(scenario)
 
 
-def test_who_waits_for_a_turn_when_its_answer_ends_goes_on_once_with_all_of_it() -> None:
-    async def scenario() -> None:
-        answers = Answers("abcdefgh")
-        await answers.begin()
+@in_a_loop
+async def test_who_waits_for_a_turn_when_its_answer_ends_goes_on_once_with_all_of_it() -> None:
+    async with begun("abcdefgh") as answers:
         answers.answer("abcdefgh")
         answers.answer("h", finished=True)
         while "g" not in answers.went_on:
@@ -122,29 +125,20 @@ def test_who_waits_for_a_turn_when_its_answer_ends_goes_on_once_with_all_of_it()
         await asyncio.sleep(0)
         assert answers.went_on.index("h") == FEW and answers.went_on.count("h") == 1
         assert answers.parts["h"] == [1, 2]
-        await answers.end()
-
-    run(scenario)
 
 
-def test_who_goes_alone_goes_at_once() -> None:
+@in_a_loop
+async def test_who_goes_alone_goes_at_once() -> None:
     """As soon as an `asyncio.Event` would let it."""
-
-    async def scenario() -> None:
-        answers = Answers("a")
-        await answers.begin()
+    async with begun("a") as answers:
         answers.answer("a")
         await asyncio.sleep(0)
         assert answers.went_on == ["a"]
-        await answers.end()
-
-    run(scenario)
 
 
-def test_who_leaves_while_waiting_for_a_turn_takes_no_place() -> None:
-    async def scenario() -> None:
-        answers = Answers("abcdefgh")
-        await answers.begin()
+@in_a_loop
+async def test_who_leaves_while_waiting_for_a_turn_takes_no_place() -> None:
+    async with begun("abcdefgh") as answers:
         answers.answer("abcdefgh")
         for task in answers.tasks[FEW:-1]:
             task.cancel()
@@ -153,6 +147,3 @@ def test_who_leaves_while_waiting_for_a_turn_takes_no_place() -> None:
         assert answers.went_on == [*"abcdefgh"[:FEW], "h"]
         answers.tasks = [task for task in answers.tasks if not task.cancelled()]
         answers.states = {name: answers.states[name] for name in (*"abcdefgh"[:FEW], "h")}
-        await answers.end()
-
-    run(scenario)

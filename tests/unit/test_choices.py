@@ -1,0 +1,40 @@
+"""What a round can be, and what each of that takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_dflash.round.costs import Staircase
+from sglang_dflash.scheduler.choices import NARROW, PLAIN, RAGGED, Plan, choices_of
+from tests.unit.test_plan import SIZES, WIDTH, costs
+
+
+def test_what_is_chosen_from_is_what_there_is() -> None:
+    """Sizes of passes without the prompts' rows, by their own times; whole blocks only if they fit beside."""
+    narrow = {8: Staircase([32, 128], [0.2, 0.3])}
+    heads = Staircase(SIZES, [0.1 * n for n in range(len(SIZES))])
+    all_costs = replace(costs(0.02, draft=0.5), head=heads, narrow=narrow)
+    alone, beside = (choices_of(all_costs, WIDTH, 40, rows) for rows in (0, 1500))
+    plans = [alone.plan(i) for i in range(len(alone.widths))]
+    assert plans[0] == Plan(WIDTH) and plans[-1] == Plan(1, reason=PLAIN)
+    ragged = [plan.total for plan in plans if plan.reason == RAGGED]
+    assert ragged == [64, 128, 256, 512]
+    assert [p.total for p in plans if p.width == 8] == [64, 128, 256, 320]
+    assert alone.times[0] == pytest.approx(0.5 + all_costs.whole.at(40))
+    assert alone.times[-1] == pytest.approx(all_costs.plain.at(40))
+    assert alone.times[1] == pytest.approx(0.5 + all_costs.ragged.at(64))
+    assert alone.times[plans.index(Plan(8, 320, NARROW))] == pytest.approx(
+        0.3 + all_costs.ragged.at(320) + heads.at(320)
+    )
+    plans = [beside.plan(i) for i in range(len(beside.widths))]
+    assert {(p.width, p.total) for p in plans} == {(WIDTH, 548), (8, 320), (1, None)}
+    assert beside.times[-1] == pytest.approx(all_costs.ragged.at(1540) + heads.at(40))
+
+
+def test_a_probe_tries_few_drafts() -> None:
+    choices = choices_of(costs(0.02), WIDTH, 40, 0)
+    assert choices.rows[choices.least(40)] == 128
+    all_rows = choices_of(costs(0.02), WIDTH, 2000, 0)  # no graph holds so many requests
+    assert all_rows.plan(all_rows.least(2000)) == Plan(WIDTH)
