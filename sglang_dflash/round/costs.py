@@ -18,6 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.distributed import get_tp_group
 
+from sglang_dflash.gpu.pass_sizes import FEW
 from sglang_dflash.gpu.tilings import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Costs:
         ragged, head: by rows: verification of so many, and the likeliest tokens after them; both empty where all
             requests have as many.
         context: by keys of all requests together.
+        few: `ragged` of at most `FEW` requests, prompts beside blocks included; of some sizes, the smallest.
         narrow: `draft` of narrower blocks, by their width, the widest first; from so many requests on as it has.
         uniform: all of a round of narrower blocks whose rows are all verified, likewise; for targets without `ragged`.
         adapters: what LoRA adapters of its requests add to a round.
@@ -149,9 +151,19 @@ class Costs:
     ragged: Staircase
     head: Staircase
     context: float
+    few: Staircase = Staircase((), ())
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
     uniform: Mapping[int, Staircase] = field(default_factory=dict)
     adapters: float = 0.0
+
+    def passes(self, requests: int) -> Staircase:
+        """`ragged` of so many requests, prompts beside blocks included."""
+        return self._of_few if requests <= FEW else self.ragged
+
+    @cached_property
+    def _of_few(self) -> Staircase:
+        more = self.ragged.times[len(self.few.times) :]
+        return Staircase(self.ragged.sizes, [*self.few.times, *more])
 
     def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
@@ -173,7 +185,8 @@ class Costs:
         return cls(**tables, **by_width, **numbers)
 
 
-_TABLES, _BY_WIDTH = ("draft", "whole", "plain", "ragged", "head"), ("narrow", "uniform")
+_TABLES = ("draft", "whole", "plain", "ragged", "few", "head")
+_BY_WIDTH = ("narrow", "uniform")
 _NUMBERS = ("context", "adapters")
 _FILE = TypeAdapter(dict[str, Told])
 

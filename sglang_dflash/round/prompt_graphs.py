@@ -24,7 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
-from sglang_dflash.gpu.pass_sizes import SHORT_TABLE, row_sizes
+from sglang_dflash.gpu.pass_sizes import FEW, SHORT_TABLE, passes_of_few, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.at_once_check import use_kernels
 from sglang_dflash.round.block_costs import costs_of_blocks
@@ -54,9 +54,17 @@ PATIENCE = 8  # rounds after which all prompts that wait should be through
 
 
 class Key(NamedTuple):
-    """What a graph was captured for: how many rows, whether a short page table holds all contexts, LoRA adapters."""
+    """What a graph was captured for.
+
+    Attributes:
+        rows: how many.
+        requests: the most that they are of.
+        short: whether a short page table holds all contexts.
+        adapted: whether any may have LoRA adapters.
+    """
 
     rows: int
+    requests: int
     short: bool
     adapted: bool = False
 
@@ -88,6 +96,9 @@ class PromptGraphs:
         self.runner, self.sizes = parts.target.runner, list(sizes)
         self._attention = SIDE_BY_SIDE[rounds.attention.target]
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
+        few = passes_of_few(self.sizes)
+        # Requests that passes are captured for, by their rows, fewest first.
+        self._rooms = {size: [FEW, requests] if size in few else [requests] for size in self.sizes}
         mrope = parts.state.rope_deltas is not None
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests, mrope)
         if self.inputs.requests.is_cuda:
@@ -177,7 +188,9 @@ class PromptGraphs:
         adapters = _adapters_of(blocks, prompts)
         if adapted := has_adapters(adapters):
             self.parts.adapters.buffers.fill(adapters)
-        captured = self._graphs[self._key(size, longest)._replace(adapted=adapted)]
+        requests = len(blocks.draft_tokens) if blocks else 0
+        requests += prompts.batch_size if prompts else 0
+        captured = self._graphs[self._key(size, requests, longest)._replace(adapted=adapted)]
         captured.graph.replay()
         return captured.rows
 
@@ -186,6 +199,10 @@ class PromptGraphs:
         self.passes, quiet = self._measure(self._replay)
         logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
         return quiet
+
+    def _passes_of_few(self) -> tuple[Staircase, bool]:
+        """What they take of few requests, where there are some for these, and whether it was quiet."""
+        return self._measure(partial(self._replay, few=True), passes_of_few(self.sizes))
 
     def prompt_rows(
         self, block_rows: int, slowdown: float, backlog: int, besides: float = 0.0
@@ -211,9 +228,10 @@ class PromptGraphs:
         quiet_passes = self.time_passes()
         costs, quiet = costs_of_blocks(rounds, self.runner, self.passes.times[0])
         head, quiet_head = self._measure(self._choose)
+        few, quiet_few = self._passes_of_few()
         added, quiet_added = self._adapters_add()
-        quiet = quiet and quiet_head and quiet_passes and quiet_added
-        return replace(costs, ragged=self.passes, head=head, adapters=added), quiet
+        quiet = quiet and quiet_head and quiet_passes and quiet_few and quiet_added
+        return replace(costs, ragged=self.passes, few=few, head=head, adapters=added), quiet
 
     def _adapters_add(self) -> tuple[float, bool]:
         """Milliseconds, about as many for few rows as for more, and whether nobody else used the GPU meanwhile."""
@@ -225,16 +243,18 @@ class PromptGraphs:
         added = [with_some - without for with_some, without in times]
         return max(0.0, statistics.median(added[: bisect.bisect_right(self.sizes, _USUAL)])), quiet
 
-    def _key(self, size: int, longest: int) -> Key:
-        short = Key(size, longest <= SHORT_TABLE)
-        return short if short in self._graphs else Key(size, False)
+    def _key(self, size: int, requests: int, longest: int) -> Key:
+        room = next(room for room in self._rooms[size] if requests <= room)
+        short = Key(size, room, longest <= SHORT_TABLE)
+        return short if short in self._graphs else Key(size, room, False)
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
         long = SHORT_TABLE < self.parts.context_len
         return [
-            Key(size, short)
+            Key(size, room, short)
             for size in reversed(self.sizes)
+            for room in reversed(self._rooms[size])
             for short in ((False, True) if long else (False,))
         ]
 
@@ -268,13 +288,9 @@ class PromptGraphs:
     def _target(self, key: Key) -> CapturedTarget:
         inputs = self.inputs
         keys = SHORT_TABLE if key.short else inputs.page_table.shape[1] * self.runner.page_size
-        attention = self._attention(
-            self.runner,
-            inputs.cache_lengths,
-            inputs.table_of(keys),
-            inputs.ends,
-            key.rows,
-        )
+        lengths, ends = inputs.first(key.requests)
+        table = inputs.table_of(keys, key.requests)
+        attention = self._attention(self.runner, lengths, table, ends, key.rows)
         if key.adapted:
             buffers = self.parts.adapters.buffers
             return CapturedAdaptedPass(self.runner, attention, self._rounds.adapted_body, buffers)
@@ -284,7 +300,7 @@ class PromptGraphs:
         inputs, table = self.inputs, target.attention.page_table
         inputs.look_up(table)
         target.prepare()
-        batch = inputs.forward_batch(self.runner, key.rows)
+        batch = inputs.forward_batch(self.runner, key.rows, key.requests)
         rows = target.forward(batch)
         draft, slots = self.parts.draft.runner, inputs.slots[: key.rows]
         write_context(draft, rows.taps, inputs.positions[: key.rows], slots)
@@ -293,14 +309,18 @@ class PromptGraphs:
         hidden = self._hidden[: key.rows].copy_(rows.hidden_states)
         return replace(rows, hidden_states=hidden, taps=None)
 
-    def _measure(self, run: Callable[[int], object]) -> tuple[Staircase, bool]:
+    def _measure(
+        self, run: Callable[[int], object], sizes: Sequence[int] | None = None
+    ) -> tuple[Staircase, bool]:
         """What is done with rows of each size, and whether it was quiet."""
-        times = milliseconds([partial(run, size) for size in self.sizes])
-        return Staircase(self.sizes, times.shortest), times.quiet and orderly(times.shortest)
+        sizes = self.sizes if sizes is None else sizes
+        times = milliseconds([partial(run, size) for size in sizes])
+        return Staircase(sizes, times.shortest), times.quiet and orderly(times.shortest)
 
-    def _replay(self, size: int, adapted: bool = False) -> None:
+    def _replay(self, size: int, few: bool = False, adapted: bool = False) -> None:
         self.inputs.clear(size)
-        self._graphs[self._key(size, 0)._replace(adapted=adapted)].graph.replay()
+        room = self._rooms[size][0 if few else -1]
+        self._graphs[self._key(size, room, 0)._replace(adapted=adapted)].graph.replay()
 
     def _choose(self, size: int) -> None:
         likeliest(self.parts.vocabulary, self._hidden[:size])

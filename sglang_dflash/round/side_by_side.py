@@ -170,36 +170,39 @@ class SideBySide:
 
     def clear(self, size: int) -> None:
         """Nothing but rows that fill a pass up."""
-        self.buffers[:, :size].zero_()
-        self.requests.fill_(self.padding_row)
-        self.cache_lengths.zero_()
-        self.cache_lengths[-1:].fill_(size)
-        self.ends.zero_()
-        self.ends[-1:].fill_(size)
+        self.fill(size, None, None)
 
-    def table_of(self, keys: int) -> torch.Tensor:
-        """The part of the page table that contexts of up to so many keys need."""
-        return self.page_table[:, : -(-keys // self._page_size)]
+    def first(self, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`cache_lengths` and `ends` of a pass over no more requests, and the one that fills it up."""
+        return self.cache_lengths[: requests + 1], self.ends[: requests + 2]
+
+    def table_of(self, keys: int, requests: int) -> torch.Tensor:
+        """The part of the page table that contexts of up to so many keys need, of so many requests; see `first`."""
+        return self.page_table[: requests + 1, : -(-keys // self._page_size)]
 
     def look_up(self, table: torch.Tensor) -> None:
         """Fills a part of the page table."""
-        nobody = (self.requests == self.padding_row)[:, None]
-        rows = self.requests.clamp(max=self.padding_row - 1)
+        owners = self.requests[: len(table)]
+        nobody = (owners == self.padding_row)[:, None]
+        rows = owners.clamp(max=self.padding_row - 1)
         slots = self._table[:, :: self._page_size][:, : table.shape[1]].index_select(0, rows)
         pages = (slots // self._page_size).masked_fill_(nobody, 0)
         table[:, : pages.shape[1]].copy_(pages)
 
-    def forward_batch(self, runner: ModelRunner, size: int) -> ForwardBatch:
-        """The first `size` rows as a batch of the target's; what attention reads is its own."""
-        requests = len(self.requests)
-        lengths = self.cache_lengths.to(torch.int64)
+    def forward_batch(self, runner: ModelRunner, size: int, requests: int) -> ForwardBatch:
+        """The first `size` rows as a batch of the target's, of so many requests (see `first`).
+
+        What attention reads is its own.
+        """
+        requests += 1
+        lengths = self.cache_lengths[:requests].to(torch.int64)
         positions, slots = self.positions[:size], self.slots[:size]
         sliding = sliding_slots(runner.token_to_kv_pool, slots)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=requests,
             input_ids=self.tokens[:size],
-            req_pool_indices=self.requests,
+            req_pool_indices=self.requests[:requests],
             seq_lens=lengths,
             seq_lens_cpu=torch.full((requests,), self._table.shape[1]),
             seq_lens_sum=requests * self._table.shape[1],

@@ -113,7 +113,8 @@ def _made(
     drafted = [draft_time(costs, width, requests) for width, _ in kinds]
     times = np.repeat(np.array(drafted), lengths)
     if costs.ragged.sizes:
-        times += costs.ragged.of(rows + prompt_rows) + costs.head.of(rows)
+        passes = costs.passes(requests + (prompt_rows > 0))
+        times += passes.of(rows + prompt_rows) + costs.head.of(rows)
     for index in np.flatnonzero(totals == _ALL).tolist():
         width = int(widths[index])
         if (time := time_of_all(costs, width, requests, prompt_rows)) is not None:

@@ -312,8 +312,8 @@ class BestRows(WholeBlocks):
             time = time_of_all(self._costs, plan.width, requests, prompt_rows)
             if time is not None:
                 return time
-        rows = plan.rows(requests) + prompt_rows
-        return self._costs.ragged.at(rows) + self.besides(plan, requests)
+        passes = self._costs.passes(requests + (prompt_rows > 0))
+        return passes.at(plan.rows(requests) + prompt_rows) + self.besides(plan, requests)
 
     def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
         """Of one that is a pass over rows."""

@@ -25,6 +25,7 @@ from sglang_dflash.gpu.pass_sizes import (
     SHORT_TABLE,
     dear_sizes,
     narrower,
+    passes_of_few,
     row_sizes,
     sizes_to_capture,
 )
@@ -137,7 +138,8 @@ def round_buffers(
         return rounds
     if drafts := sum(len(dear_sizes(buckets, width)) for width in narrow):
         rounds += drafts * _DRAFTS + max(buckets) * narrow[0] * logits * itemsize
-    graphs = len(passes) * (1 + (context_len > SHORT_TABLE)) * _PASS
+    graphs = len(passes) + len(passes_of_few(passes))
+    graphs *= (1 + (context_len > SHORT_TABLE)) * _PASS
     # Beside what passes leave to those who draw and to the drafter.
     return (
         rounds

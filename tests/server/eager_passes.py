@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import narrower, row_sizes
-from sglang_dflash.round import run
+from sglang_dflash.round import prompt_graphs, run
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids
 from sglang_dflash.round.costs import Staircase
@@ -221,9 +221,12 @@ class EagerPasses(PromptGraphs):
     def _capture_all(self, what: str, keys: list[Key]) -> None:
         self._graphs |= {key: EagerPass(self, key) for key in keys}
 
-    def _measure(self, run: Callable[[int], object]) -> tuple[Staircase, bool]:
+    def _measure(
+        self, run: Callable[[int], object], sizes: Sequence[int] | None = None
+    ) -> tuple[Staircase, bool]:
         """A pass takes as long as it has rows."""
-        return Staircase(self.sizes, list(map(float, self.sizes))), True
+        sizes = self.sizes if sizes is None else sizes
+        return Staircase(sizes, list(map(float, sizes))), True
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:
@@ -255,6 +258,7 @@ def run_scheduler(*arguments: Any, **more: Any) -> Any:
     from sglang_dflash.scheduler import base
 
     base.capture, SIDE_BY_SIDE[SideBySideAttention] = capture, SideBySideAttention
+    prompt_graphs.FEW = 2  # so that tests have passes of few and of more
     # Nothing of it is kept for others; the first time passes for disturbed, so it is measured again.
     again = itertools.chain([False], itertools.repeat(True))
     run.remembered = lambda name, measure: (measure()[0], next(again))

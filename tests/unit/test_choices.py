@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from sglang_dflash.gpu.pass_sizes import FEW
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.scheduler.choices import NARROW, PLAIN, RAGGED, Plan, choices_of
 from tests.unit.test_plan import SIZES, WIDTH, costs
@@ -31,6 +33,24 @@ def test_what_is_chosen_from_is_what_there_is() -> None:
     plans = [beside.plan(i) for i in range(len(beside.widths))]
     assert {(p.width, p.total) for p in plans} == {(WIDTH, 548), (8, 320), (1, None)}
     assert beside.times[-1] == pytest.approx(all_costs.ragged.at(1540) + heads.at(40))
+
+
+def test_passes_of_few_requests() -> None:
+    """A prompt beside blocks counts among them."""
+    few = Staircase([64, 128], [1.0, 2.0])
+    given = replace(costs(0.02), few=few)
+
+    def gains(requests: int, prompt_rows: int) -> list[float]:
+        known, made = (
+            choices_of(each, WIDTH, requests, prompt_rows) for each in (costs(0.02), given)
+        )
+        at = np.flatnonzero((made.totals > 0) & (made.rows + prompt_rows <= 256))
+        return (known.times[at] - made.times[at]).tolist()
+
+    assert gains(FEW, 0) == pytest.approx(
+        [costs(0.02).ragged.at(64) - 1, costs(0.02).ragged.at(128) - 2, 0]
+    )
+    assert any(gains(FEW - 1, 40)) and not any(gains(FEW, 40)) and not any(gains(FEW + 1, 0))
 
 
 def test_a_probe_tries_few_drafts() -> None:

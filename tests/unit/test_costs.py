@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sglang_dflash.gpu.pass_sizes import FEW
 from sglang_dflash.round.costs import Costs, Staircase, orderly, remembered
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 
@@ -24,6 +25,7 @@ def costs(base: float = 1.0) -> Costs:
             for name in ("draft", "whole", "plain", "ragged", "head")
         },
         context=1e-6,
+        few=Staircase([1], [base - 0.25]),
         narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
         uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
         adapters=0.125,
@@ -41,6 +43,13 @@ def test_staircase() -> None:
     stairs = Staircase([64, 128, 256], [9.0, 4.5, 8.0])
     assert [stairs.at(n) for n in (1, 64, 65, 128, 200, 256, 512)] == [4.5] * 4 + [8, 8, 16]
     assert str(stairs) == "64: 4.50, 128: 4.50, 256: 8.00 ms"
+
+
+def test_passes_of_few() -> None:
+    """What was measured of few requests counts as far as it goes."""
+    found = costs()
+    assert [found.passes(FEW).at(rows) for rows in (1, 2, 64)] == [0.75, 1.25, 2.0]
+    assert found.passes(FEW + 1) == found.ragged
 
 
 def test_orderly() -> None:

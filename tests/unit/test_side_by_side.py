@@ -62,16 +62,22 @@ class World:
             extend_start_loc=torch.tensor([0, 9, 10], dtype=torch.int32),
         )
 
-    def seen(self) -> list[tuple[int, int, list[int]]]:
-        """Of each row of requests: token, position, and slots of the keys that a causal reader gives it."""
+    def seen(self, most: int = MOST) -> list[tuple[int, int, list[int]]]:
+        """Of each row of requests: token, position, and slots of the keys that a causal reader gives it.
+
+        Args:
+            most: requests that the pass was captured for.
+        """
         inputs = self.inputs
-        inputs.look_up(inputs.page_table)
+        lengths, ends = inputs.first(most)
+        table = inputs.table_of(inputs.page_table.shape[1] * self.page_size, most)
+        inputs.look_up(table)
         found = []
-        for request in range(MOST + 1):
-            begin, end = inputs.ends[request : request + 2].tolist()
+        for request, length in enumerate(lengths.tolist()):
+            begin, end = ends[request : request + 2].tolist()
             for row in range(begin, end):
-                key = torch.arange(int(inputs.cache_lengths[request]) - (end - 1 - row))
-                pages = inputs.page_table[request, key // self.page_size]
+                key = torch.arange(length - (end - 1 - row))
+                pages = table[request, key // self.page_size]
                 slots = pages * self.page_size + key % self.page_size
                 found.append((int(inputs.tokens[row]), int(inputs.positions[row]), slots.tolist()))
         return found
@@ -155,9 +161,23 @@ def test_clear(world: World) -> None:
     inputs.fill(48, world.blocks(), world.prompts())
     inputs.clear(32)
     inputs.look_up(inputs.page_table)
-    assert inputs.ends.tolist() == [0] * (MOST + 1) + [32]
-    assert inputs.cache_lengths.tolist() == [0] * MOST + [32]
+    assert inputs.ends.tolist() == [0] + [32] * (MOST + 1)
+    assert inputs.cache_lengths.tolist() == [32] + [0] * MOST
     assert not inputs.page_table.any() and not inputs.slots[:32].any()
+
+
+def test_what_a_pass_of_few_requests_reads(world: World) -> None:
+    """All of them, and the rows that fill it up, of as much as it was captured with."""
+    inputs, count = world.inputs, len(DECODING) + 1
+    inputs.fill(48, world.blocks(), world.prompts())
+    inputs.page_table.fill_(77)
+    inputs.fill(32, world.blocks(), None)
+    seen = world.seen(count)
+    assert len(seen) == 32 and seen[: 2 * WIDTH] == expected_blocks(world)
+    lengths, ends = inputs.first(count)
+    assert lengths.tolist() == [30 + WIDTH, 17 + WIDTH, 32 - 2 * WIDTH, 0]
+    assert ends.tolist() == [0, WIDTH, 2 * WIDTH, 32, 32]
+    assert (inputs.page_table[count + 1 :] == 77).all()
 
 
 def test_a_table_for_short_contexts(world: World) -> None:
@@ -165,7 +185,7 @@ def test_a_table_for_short_contexts(world: World) -> None:
     inputs = world.inputs
     inputs.fill(48, world.blocks(), world.prompts())
     inputs.page_table.fill_(77)
-    table = inputs.table_of(33)
+    table = inputs.table_of(33, MOST)
     assert table.shape == (MOST + 1, -(-33 // world.page_size))
     assert table.data_ptr() == inputs.page_table.data_ptr()
     inputs.look_up(table)
@@ -184,7 +204,8 @@ def test_batch(world: World) -> None:
         attn_backend=None,
         spec_algorithm=None,
     )
-    batch = inputs.forward_batch(runner, 48)
+    batch = inputs.forward_batch(runner, 48, MOST)
+    assert batch.batch_size == len(batch.req_pool_indices) == len(batch.seq_lens) == MOST + 1
     assert len(batch.input_ids) == len(batch.positions) == len(batch.out_cache_loc) == 48
     assert batch.input_ids.data_ptr() == inputs.tokens.data_ptr()
     assert batch.out_cache_loc.data_ptr() == inputs.slots.data_ptr()
