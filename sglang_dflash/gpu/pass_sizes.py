@@ -10,9 +10,10 @@ LINEAR_ROWS = 256  # of prompts, for targets with linear attention, which runs r
 SHORT_TABLE = (
     8192  # keys of a page table that is made in no time; longer contexts have passes of their own
 )
+PROMPTS = 64  # beside the most blocks that a round has
 # Requests that FA3 is through with sooner: it looks at 31 at a time, one of them what fills a pass up, in every layer,
 # and at all that a graph has room for. They have more rows than these only with long prompts.
-FEW, ROWS_OF_FEW = 30, 512
+FEW, ROWS_OF_FEW = (30, 92), 512
 CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
 
 
@@ -49,6 +50,11 @@ def row_sizes(block_rows: int, most: int | None, linear: bool = False) -> list[i
     return [size for size in sizes if size <= end and (most is None or most < 0 or size <= most)]
 
 
-def passes_of_few(sizes: Iterable[int]) -> list[int]:
-    """Rows for which a pass over few requests is captured, too."""
-    return [size for size in sizes if size <= ROWS_OF_FEW]
+def rooms(rows: int, requests: int) -> list[int]:
+    """Requests that passes over so many rows are captured for, fewest first.
+
+    Args:
+        requests: the most that any pass is over.
+    """
+    few = FEW if rows <= ROWS_OF_FEW else ()
+    return [*(room for room in few if room < requests), requests]

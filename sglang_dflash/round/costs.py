@@ -18,7 +18,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from sglang.srt.distributed import get_tp_group
 
-from sglang_dflash.gpu.pass_sizes import FEW
 from sglang_dflash.gpu.tilings import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -139,7 +138,8 @@ class Costs:
         ragged, head: by rows: verification of so many, and the likeliest tokens after them; both empty where all
             requests have as many.
         context: by keys of all requests together.
-        few: `ragged` of at most `FEW` requests, prompts beside blocks included; of some sizes, the smallest.
+        by_requests: `ragged` of few requests, prompts beside blocks included, by the most that they are, the fewest
+            first; of some sizes, the smallest.
         narrow: `draft` of narrower blocks, by their width, the widest first; from so many requests on as it has.
         uniform: all of a round of narrower blocks whose rows are all verified, likewise; for targets without `ragged`.
         adapters: what LoRA adapters of its requests add to a round.
@@ -151,42 +151,45 @@ class Costs:
     ragged: Staircase
     head: Staircase
     context: float
-    few: Staircase = Staircase((), ())
+    by_requests: Mapping[int, Staircase] = field(default_factory=dict)
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
     uniform: Mapping[int, Staircase] = field(default_factory=dict)
     adapters: float = 0.0
 
     def passes(self, requests: int) -> Staircase:
         """`ragged` of so many requests, prompts beside blocks included."""
-        return self._of_few if requests <= FEW else self.ragged
+        return next((passes for room, passes in self._of_few if requests <= room), self.ragged)
 
     @cached_property
-    def _of_few(self) -> Staircase:
-        more = self.ragged.times[len(self.few.times) :]
-        return Staircase(self.ragged.sizes, [*self.few.times, *more])
+    def _of_few(self) -> list[tuple[int, Staircase]]:
+        sizes, times = self.ragged.sizes, self.ragged.times
+        return [
+            (room, Staircase(sizes, [*few.times, *times[len(few.times) :]]))
+            for room, few in self.by_requests.items()
+        ]
 
     def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
         found: Told = {name: getattr(self, name).as_dict() for name in _TABLES}
-        for name in _BY_WIDTH:
-            by_width = getattr(self, name)
-            found[name] = {width: stairs.as_dict() for width, stairs in by_width.items()}
+        for name in _BY_NUMBER:
+            by_number = getattr(self, name)
+            found[name] = {number: stairs.as_dict() for number, stairs in by_number.items()}
         return found | {"context": round(self.context, 9), "adapters": round(self.adapters, 3)}
 
     @classmethod
     def from_dict(cls, found: Told) -> Costs:
         """What `as_dict` gave."""
         tables = {name: Staircase.from_dict(found[name]) for name in _TABLES}
-        by_width = {
-            name: {width: Staircase.from_dict(each) for width, each in found[name].items()}
-            for name in _BY_WIDTH
+        by_number = {
+            name: {number: Staircase.from_dict(each) for number, each in found[name].items()}
+            for name in _BY_NUMBER
         }
         numbers = {name: found[name] for name in _NUMBERS}
-        return cls(**tables, **by_width, **numbers)
+        return cls(**tables, **by_number, **numbers)
 
 
-_TABLES = ("draft", "whole", "plain", "ragged", "few", "head")
-_BY_WIDTH = ("narrow", "uniform")
+_TABLES = ("draft", "whole", "plain", "ragged", "head")
+_BY_NUMBER = ("by_requests", "narrow", "uniform")
 _NUMBERS = ("context", "adapters")
 _FILE = TypeAdapter(dict[str, Told])
 

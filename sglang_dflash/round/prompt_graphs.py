@@ -24,7 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from sglang_dflash.drafter.context_kv import write_context
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
-from sglang_dflash.gpu.pass_sizes import FEW, SHORT_TABLE, passes_of_few, row_sizes
+from sglang_dflash.gpu.pass_sizes import PROMPTS, SHORT_TABLE, rooms, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.at_once_check import use_kernels
 from sglang_dflash.round.block_costs import costs_of_blocks
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROMPTS = 64  # beside the most blocks that a round has
 _USUAL = 512  # rows that most rounds do not exceed
 PATIENCE = 8  # rounds after which all prompts that wait should be through
 
@@ -96,9 +95,8 @@ class PromptGraphs:
         self.runner, self.sizes = parts.target.runner, list(sizes)
         self._attention = SIDE_BY_SIDE[rounds.attention.target]
         requests, page_size = rounds.sizes[-1] + PROMPTS, self.runner.page_size
-        few = passes_of_few(self.sizes)
         # Requests that passes are captured for, by their rows, fewest first.
-        self._rooms = {size: [FEW, requests] if size in few else [requests] for size in self.sizes}
+        self._rooms = {size: rooms(size, requests) for size in self.sizes}
         mrope = parts.state.rope_deltas is not None
         self.inputs = SideBySide(parts.req_to_token, page_size, self.sizes[-1], requests, mrope)
         if self.inputs.requests.is_cuda:
@@ -200,9 +198,15 @@ class PromptGraphs:
         logger.info("DFLASH passes of the target take, by rows: %s", self.passes)
         return quiet
 
-    def _passes_of_few(self) -> tuple[Staircase, bool]:
-        """What they take of few requests, where there are some for these, and whether it was quiet."""
-        return self._measure(partial(self._replay, few=True), passes_of_few(self.sizes))
+    def _passes_of_few(self) -> tuple[dict[int, Staircase], bool]:
+        """What they take of few requests, by the most that they are captured for, and whether it was quiet."""
+        found, all_quiet = {}, True
+        for room in self._rooms[self.sizes[0]][:-1]:
+            sizes = [size for size in self.sizes if room in self._rooms[size]]
+            found[room], quiet = self._measure(partial(self._replay, requests=room), sizes)
+            logger.info("DFLASH passes over up to %d requests take: %s", room, found[room])
+            all_quiet &= quiet
+        return found, all_quiet
 
     def prompt_rows(
         self, block_rows: int, slowdown: float, backlog: int, besides: float = 0.0
@@ -231,7 +235,7 @@ class PromptGraphs:
         few, quiet_few = self._passes_of_few()
         added, quiet_added = self._adapters_add()
         quiet = quiet and quiet_head and quiet_passes and quiet_few and quiet_added
-        return replace(costs, ragged=self.passes, few=few, head=head, adapters=added), quiet
+        return replace(costs, ragged=self.passes, by_requests=few, head=head, adapters=added), quiet
 
     def _adapters_add(self) -> tuple[float, bool]:
         """Milliseconds, about as many for few rows as for more, and whether nobody else used the GPU meanwhile."""
@@ -317,9 +321,9 @@ class PromptGraphs:
         times = milliseconds([partial(run, size) for size in sizes])
         return Staircase(sizes, times.shortest), times.quiet and orderly(times.shortest)
 
-    def _replay(self, size: int, few: bool = False, adapted: bool = False) -> None:
+    def _replay(self, size: int, requests: int | None = None, adapted: bool = False) -> None:
         self.inputs.clear(size)
-        room = self._rooms[size][0 if few else -1]
+        room = requests or self.inputs.most
         self._graphs[self._key(size, room, 0)._replace(adapted=adapted)].graph.replay()
 
     def _choose(self, size: int) -> None:

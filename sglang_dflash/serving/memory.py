@@ -22,10 +22,11 @@ from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_w
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.gpu.fp8 import head_bytes
 from sglang_dflash.gpu.pass_sizes import (
+    PROMPTS,
     SHORT_TABLE,
     dear_sizes,
     narrower,
-    passes_of_few,
+    rooms,
     row_sizes,
     sizes_to_capture,
 )
@@ -138,7 +139,7 @@ def round_buffers(
         return rounds
     if drafts := sum(len(dear_sizes(buckets, width)) for width in narrow):
         rounds += drafts * _DRAFTS + max(buckets) * narrow[0] * logits * itemsize
-    graphs = len(passes) + len(passes_of_few(passes))
+    graphs = sum(len(rooms(size, max(buckets) + PROMPTS)) for size in passes)
     graphs *= (1 + (context_len > SHORT_TABLE)) * _PASS
     # Beside what passes leave to those who draw and to the drafter.
     return (

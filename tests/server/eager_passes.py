@@ -25,10 +25,11 @@ from sglang_dflash.chunks import chunk_of
 from sglang_dflash.cpu.block_attention import attend
 from sglang_dflash.cpu.lora import batch_info
 from sglang_dflash.drawing.sampling import Sampling
+from sglang_dflash.gpu import pass_sizes
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.pass_sizes import narrower, row_sizes
-from sglang_dflash.round import prompt_graphs, run
+from sglang_dflash.round import run
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids
 from sglang_dflash.round.costs import Staircase
@@ -258,7 +259,7 @@ def run_scheduler(*arguments: Any, **more: Any) -> Any:
     from sglang_dflash.scheduler import base
 
     base.capture, SIDE_BY_SIDE[SideBySideAttention] = capture, SideBySideAttention
-    prompt_graphs.FEW = 2  # so that tests have passes of few and of more
+    pass_sizes.FEW = (2, 3)  # so that tests have passes of few and of more
     # Nothing of it is kept for others; the first time passes for disturbed, so it is measured again.
     again = itertools.chain([False], itertools.repeat(True))
     run.remembered = lambda name, measure: (measure()[0], next(again))

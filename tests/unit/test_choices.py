@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_dflash.gpu.pass_sizes import FEW
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.scheduler.choices import NARROW, PLAIN, RAGGED, Plan, choices_of
 from tests.unit.test_plan import SIZES, WIDTH, costs
@@ -36,21 +35,23 @@ def test_what_is_chosen_from_is_what_there_is() -> None:
 
 
 def test_passes_of_few_requests() -> None:
-    """A prompt beside blocks counts among them."""
-    few = Staircase([64, 128], [1.0, 2.0])
-    given = replace(costs(0.02), few=few)
+    """What was measured of as few counts as far as it goes; a prompt beside blocks is a request."""
+    few = {30: Staircase([64, 128], [1.0, 2.0]), 92: Staircase([64, 128], [1.5, 2.5])}
+    given = replace(costs(0.02, draft=0.0), by_requests=few)
 
-    def gains(requests: int, prompt_rows: int) -> list[float]:
-        known, made = (
-            choices_of(each, WIDTH, requests, prompt_rows) for each in (costs(0.02), given)
-        )
+    def times(requests: int, prompt_rows: int) -> dict[int, float]:
+        made = choices_of(given, WIDTH, requests, prompt_rows)
         at = np.flatnonzero((made.totals > 0) & (made.rows + prompt_rows <= 256))
-        return (known.times[at] - made.times[at]).tolist()
+        return dict(
+            zip((made.rows + prompt_rows)[at].tolist(), made.times[at].tolist(), strict=True)
+        )
 
-    assert gains(FEW, 0) == pytest.approx(
-        [costs(0.02).ragged.at(64) - 1, costs(0.02).ragged.at(128) - 2, 0]
-    )
-    assert any(gains(FEW - 1, 40)) and not any(gains(FEW, 40)) and not any(gains(FEW + 1, 0))
+    usual = {rows: costs(0.02, draft=0.0).ragged.at(rows) for rows in (128, 256)}
+    assert times(30, 0) == pytest.approx({64: 1.0, 128: 2.0, 256: usual[256]})
+    assert times(29, 40) == pytest.approx({128: 2.0, 256: usual[256]})
+    assert times(30, 40) == pytest.approx({128: 2.5, 256: usual[256]})
+    assert times(92, 0) == pytest.approx({128: 2.5, 256: usual[256]})
+    assert times(93, 0) == pytest.approx(usual)
 
 
 def test_a_probe_tries_few_drafts() -> None:

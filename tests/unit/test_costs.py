@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_dflash.gpu.pass_sizes import FEW
 from sglang_dflash.round.costs import Costs, Staircase, orderly, remembered
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 
@@ -25,7 +24,7 @@ def costs(base: float = 1.0) -> Costs:
             for name in ("draft", "whole", "plain", "ragged", "head")
         },
         context=1e-6,
-        few=Staircase([1], [base - 0.25]),
+        by_requests={2: Staircase([1], [base - 0.25]), 5: Staircase([1], [base - 0.125])},
         narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
         uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
         adapters=0.125,
@@ -48,8 +47,9 @@ def test_staircase() -> None:
 def test_passes_of_few() -> None:
     """What was measured of few requests counts as far as it goes."""
     found = costs()
-    assert [found.passes(FEW).at(rows) for rows in (1, 2, 64)] == [0.75, 1.25, 2.0]
-    assert found.passes(FEW + 1) == found.ragged
+    assert [found.passes(2).at(rows) for rows in (1, 2, 64)] == [0.75, 1.25, 2.0]
+    assert [found.passes(n).at(1) for n in (1, 3, 5)] == [0.75, 0.875, 0.875]
+    assert found.passes(6) == found.ragged
 
 
 def test_orderly() -> None:
