@@ -19,10 +19,11 @@ class OutputClock:
     """
     Args:
         seconds: after which a wait is over at the latest.
+        turns: who goes on when; by default of this clock alone.
     """
 
-    def __init__(self, seconds: float):
-        self._seconds, self._turns = seconds, Turns()
+    def __init__(self, seconds: float, turns: Turns | None = None):
+        self._seconds, self._turns = seconds, turns or Turns()
         self._waiting: dict[int, Turn] = {}
         self._due: asyncio.TimerHandle | None = None
 

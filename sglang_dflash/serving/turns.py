@@ -1,48 +1,71 @@
 """Requests for which output has come go on a few at a time.
 
 A round has output for all of its requests. If all of them went on at once, nobody else would until each had written its
-part of an answer, and whoever asks or ends takes several turns of the event loop. So a turn is for a few, and for those
-first whose answer begins or ends.
+part of an answer, and whoever asks or ends takes several turns of the event loop. So a turn is for a few, besides those
+whose answer begins or ends. But how long a turn lasts depends on what else is done in it, so that a few in each may be
+fewer than a round has output for: who has waited for long goes on, however many they are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState
 
 FEW = 2  # that go on in one turn of the event loop; a part of an answer takes some 0.1 ms
+LONG = 0.01  # seconds; who has waited for so many needs no place. Parts that come meanwhile are sent as one
 
 
 class Turns:
-    """Who goes on when, in one event loop."""
+    """Who goes on when, in one event loop.
 
-    def __init__(self) -> None:
-        self._soon: deque[Turn] = deque()
-        self._later: deque[Turn] = deque()
+    Args:
+        now: seconds, from any time on.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        # Who waits for a place, and since when; who came first is first.
+        self._since: OrderedDict[Turn, float] = OrderedDict()
         self._free = FEW  # places in the present turn of the event loop
         self._next: asyncio.Handle | None = None
 
     def take(self, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Someone wants to go on; at once, if there is a place."""
-        (self._soon if turn.urgent else self._later).append(turn)
+        """Someone wants to go on: at once, if there is a place or none is needed. Who waits already keeps its place."""
+        if turn.urgent:
+            turn.go_on()
+            return
+        self._since.setdefault(turn, self._now())
         if self._next is None:
             self._next = loop.call_soon(self._begin, loop)
-        self._let_go()
+        if self._free:
+            self._let_go()
+
+    def leave(self, turn: Turn) -> None:
+        """Someone has gone on, or never will."""
+        self._since.pop(turn, None)
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """A turn of the event loop."""
         self._free, self._next = FEW, None
-        if self._soon or self._later:
+        if self._since:
             self._next = loop.call_soon(self._begin, loop)
             self._let_go()
 
     def _let_go(self) -> None:
-        while self._free and (queue := self._soon or self._later):
-            self._free -= queue.popleft().go_on()
+        long_ago = self._now() - LONG
+        while self._since:
+            turn, since = next(iter(self._since.items()))
+            if not self._free and since > long_ago:
+                break
+            del self._since[turn]
+            if turn.go_on() and self._free:
+                self._free -= 1
 
 
 class Turn:
@@ -76,6 +99,7 @@ class Turn:
             await self._waiter
         finally:
             self._waiter = None
+            self._turns.leave(self)
         self._begun = self._begun or bool(self._state.out_list)
 
     def go_on(self) -> bool:

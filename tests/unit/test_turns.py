@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_dflash.serving.output_clock import OutputClock
-from sglang_dflash.serving.turns import FEW
+from sglang_dflash.serving.turns import FEW, LONG, Turns
 
 
 def request(name: str) -> SimpleNamespace:
@@ -27,7 +27,9 @@ class Answers:
     """Requests that read their answers to the end, and the order in which they did."""
 
     def __init__(self, names: str):
-        self.clock, self.states = OutputClock(60), {name: request(name) for name in names}
+        self.now = 0.0
+        self.clock = OutputClock(60, Turns(lambda: self.now))
+        self.states = {name: request(name) for name in names}
         self.went_on: list[str] = []
         self.parts: dict[str, list[int]] = {name: [] for name in names}
         self.tasks = [asyncio.create_task(self._read(state)) for state in self.states.values()]
@@ -111,7 +113,7 @@ async def test_answers_that_end_or_begin_come_first() -> None:
         answer(new)
         while len(answers.went_on) < 9:
             await asyncio.sleep(0)
-        # Those who come first of all find a place at once.
+        # Those who come first of all find a place at once; the others need none.
         assert answers.went_on[FEW : FEW + 2] == ["h", "new"]
 
 
@@ -147,3 +149,56 @@ async def test_who_leaves_while_waiting_for_a_turn_takes_no_place() -> None:
         assert answers.went_on == [*"abcdefgh"[:FEW], "h"]
         answers.tasks = [task for task in answers.tasks if not task.cancelled()]
         answers.states = {name: answers.states[name] for name in (*"abcdefgh"[:FEW], "h")}
+
+
+@in_a_loop
+async def test_answers_that_end_or_begin_need_no_place() -> None:
+    async with begun("abcdefgh") as answers:
+        answers.answer("abcdefgh", finished=True)
+        await asyncio.sleep(0)
+        assert answers.went_on == list("abcdefgh")
+
+
+@in_a_loop
+async def test_who_gets_more_while_waiting_goes_on_once_with_all_of_it() -> None:
+    """In its place, and nobody goes on without output, which would raise in the reader."""
+    async with begun("abcdefgh") as answers:
+        answers.answer("abcdefgh")
+        answers.answer("hgfedcba")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert answers.went_on == list("abcdefgh")
+        assert all(answers.parts[name] == [1, 2] for name in "abcdefgh")
+
+
+@in_a_loop
+async def test_who_has_waited_for_long_goes_on_however_many_they_are() -> None:
+    """In one turn, after one in which other things took long; not who came since."""
+    async with begun("abcdefghijklmn") as answers:
+        answers.answer("abcdefghij")
+        answers.now += 2 * LONG
+        answers.answer("klmn")
+        # Who is let go in one turn runs in the next.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert answers.went_on == list("abcdefghij")
+
+
+@in_a_loop
+async def test_who_has_waited_for_less_waits_for_a_place() -> None:
+    async with begun("abcdefghij") as answers:
+        answers.answer("abcdefghij")
+        answers.now += LONG / 2
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert answers.went_on == list("abcdefghij")[: 2 * FEW]
+
+
+@in_a_loop
+async def test_who_goes_on_when_the_clock_strikes_gives_its_place_up() -> None:
+    async with begun("abcdefgh") as answers:
+        answers.answer("abcdefgh")
+        answers.clock._strike()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sorted(answers.went_on) == list("abcdefgh")
