@@ -8,13 +8,16 @@ meanwhile are free: `scheduler/plan.py` has to know.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 from sglang.srt.distributed import get_tp_group
 
 from sglang_dflash.device_waits import WAITS
 
-_NEW = 0.1  # what a step counts beside those before it
+_KEPT = 32  # steps that count
 _OUTLIER = 2.0  # what counts at most, beside those before: collections of garbage, a log that is slow to write
 # Rounds after which all ranks take what the first one has measured, so that all plan alike.
 _SHARED_EVERY = 32
@@ -29,11 +32,10 @@ class Group(Protocol):
 
 
 class Pace:
-    """Milliseconds of the host for a step, what it waits for the device aside.
+    """Milliseconds of the host for the last steps, what it waits for the device aside.
 
     Attributes:
-        alone, with_prompts: of steps without and with prompts in their round; 0 until one was measured. The same on
-            all ranks.
+        alone, with_prompts: [steps] each, of steps without and with prompts in their round. The same on all ranks.
     """
 
     def __init__(self, group: Group | None = None):
@@ -41,9 +43,9 @@ class Pace:
         Args:
             group: the ranks that plan alike; None for SGLang's.
         """
-        self.alone = self.with_prompts = 0.0
+        self.alone = self.with_prompts = np.zeros(0)
         self._group = group or get_tp_group()
-        self._measured = [0.0, 0.0]
+        self._measured: list[deque[float]] = [deque(maxlen=_KEPT), deque(maxlen=_KEPT)]
         self._launched = self._pending = 0
         # When the last round was launched, what had been waited until then, and whether prompts were in it.
         self._last: tuple[float, float, bool] | None = None
@@ -64,20 +66,33 @@ class Pace:
         self._pending += 1
         self._launched += 1
         if self._group.world_size == 1:
-            self.alone, self.with_prompts = self._measured
+            self._take(self._measured)
         elif self._launched % _SHARED_EVERY == 0:
-            self.alone, self.with_prompts = self._group.broadcast_object(self._measured, src=0)
+            self._take(self._group.broadcast_object(self._measured, src=0))
 
     def landed(self) -> None:
         """The host has looked at a round's result."""
         self._pending -= 1
 
     def of(self, prompts: bool) -> float:
-        """Milliseconds of steps with prompts or without."""
-        return self.with_prompts if prompts else self.alone
+        """Milliseconds of steps with prompts or without, in the mean; 0 until one was measured."""
+        steps = self.with_prompts if prompts else self.alone
+        return float(steps.mean()) if len(steps) else 0.0
+
+    def of_steps(self, device: np.ndarray, prompts: bool) -> np.ndarray:
+        """Milliseconds that steps take in the mean, by the device's of them: [n] float64 → [n] float64.
+
+        Some steps take the host longer than others. A device that takes as long as the host does in the mean is
+        waited for in about half of them, so its time is not free.
+        """
+        steps = self.with_prompts if prompts else self.alone
+        return np.maximum(device[:, None], steps).mean(axis=1) if len(steps) else device
+
+    def _take(self, measured: Sequence[Sequence[float]]) -> None:
+        self.alone, self.with_prompts = (np.array(steps) for steps in measured)
 
     def _note(self, took: float, prompts: bool) -> None:
         known = self._measured[prompts]
         if known:
-            took = known + _NEW * (min(took, _OUTLIER * known) - known)
-        self._measured[prompts] = took
+            took = min(took, _OUTLIER * sum(known) / len(known))
+        known.append(took)

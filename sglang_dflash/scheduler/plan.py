@@ -242,14 +242,14 @@ class BestRows(WholeBlocks):
     def _promised(
         self, choices: Choices, requests: int, more: float, prompts: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and milliseconds of each choice; none takes less than the host does for a step."""
+        """Tokens and milliseconds of each choice; no step takes less than the host does for it."""
         if (tokens := self._tokens.get(id(choices))) is None:
             scale = requests / self._requests
             drafts = (choices.rows - requests) / scale
             tokens = requests + scale * self._gains_of().at(choices.widths, drafts)
             self._tokens[id(choices)] = tokens
-        host = 0.0 if self._pace is None else self._pace.of(prompts)
-        return tokens, np.maximum(choices.times + more, host)
+        times = choices.times + more
+        return tokens, times if self._pace is None else self._pace.of_steps(times, prompts)
 
     def _wider(self, plan: Plan, requests: int, more: float, prompt_rows: int) -> Plan:
         """The best of those whose blocks are the next wider ones, if there is room for any."""

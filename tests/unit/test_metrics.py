@@ -115,7 +115,7 @@ def test_pace_of_the_host() -> None:
     metrics = metrics_of("pace", pace=pace)
     metrics.write()
     assert not value("host_step_seconds", "pace", way=WITHOUT_PROMPTS)
-    pace.alone, pace.with_prompts = 3.5, 6.0
+    pace.alone, pace.with_prompts = np.array([3.0, 4.0]), np.array([6.0])
     metrics.write()
     assert value("host_step_seconds", "pace", way=WITHOUT_PROMPTS) == 3.5e-3
     assert value("host_step_seconds", "pace", way=WITH_PROMPTS) == 6e-3

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sglang_dflash.device_waits import WAITS, Awaited
@@ -52,7 +54,7 @@ def test_waits_do_not_count(clock: Clock) -> None:
     before = WAITS.seconds
     pace = Pace(ALONE)
     steps(pace, clock, 50, 3.0, 8.0, False)
-    assert pace.alone == pytest.approx(3.0) and pace.with_prompts == 0.0
+    assert pace.of(False) == pytest.approx(3.0) and pace.of(True) == 0.0
     assert WAITS.seconds - before == pytest.approx(49 * 8e-3)
     steps(pace, clock, 80, 7.0, 0.0, True)
     assert pace.of(False) == pytest.approx(3.0, rel=0.2) and pace.of(True) == pytest.approx(7.0)
@@ -64,9 +66,9 @@ def test_it_follows_and_forgives(clock: Clock) -> None:
     steps(pace, clock, 50, 3.0, 8.0, False)
     steps(pace, clock, 1, 500.0, 8.0, False)
     steps(pace, clock, 1, 3.0, 8.0, False)
-    assert 3.0 < pace.alone < 3.5
+    assert 3.0 < pace.of(False) < 3.5
     steps(pace, clock, 100, 5.0, 0.0, False)
-    assert pace.alone == pytest.approx(5.0, rel=0.01)
+    assert pace.of(False) == pytest.approx(5.0, rel=0.01)
 
 
 def test_what_is_no_step(clock: Clock) -> None:
@@ -80,21 +82,32 @@ def test_what_is_no_step(clock: Clock) -> None:
     clock.passes(90.0)
     pace.landed()
     steps(pace, clock, 10, 3.0, 8.0, False)
-    assert pace.alone == pytest.approx(3.0)
+    assert pace.of(False) == pytest.approx(3.0)
+
+
+def test_a_device_that_is_as_slow_as_the_host(clock: Clock) -> None:
+    """It is waited for where the host is fast, and waits where the host is slow."""
+    pace = Pace(ALONE)
+    device = np.array([2.0, 6.0, 9.0])
+    assert pace.of_steps(device, False) == pytest.approx(device)
+    for host in (4.0, 8.0) * 20:
+        steps(pace, clock, 1, host, 0.0, False)
+    assert pace.of_steps(device, False) == pytest.approx([6.0, 7.0, 9.0])
+    assert pace.of_steps(device, True) == pytest.approx(device)
 
 
 def test_ranks_take_the_time_of_the_first(clock: Clock) -> None:
     """At the same round, and nothing before it."""
     told = []
 
-    def broadcast(measured: list[float], src: int) -> list[float]:
-        told.append((list(measured), src))
-        return [4.0, 6.0]
+    def broadcast(measured: list[deque[float]], src: int) -> list[list[float]]:
+        told.append(([list(steps) for steps in measured], src))
+        return [[4.0, 5.0], [6.0]]
 
     pace = Pace(SimpleNamespace(world_size=2, broadcast_object=broadcast))
     steps(pace, clock, 31, 3.0, 8.0, False)
-    assert not told and pace.alone == 0.0
+    assert not told and pace.of(False) == 0.0
     steps(pace, clock, 1, 3.0, 8.0, False)
     [(measured, src)] = told
-    assert measured == [pytest.approx(3.0), 0.0] and src == 0
-    assert (pace.alone, pace.with_prompts) == (4.0, 6.0)
+    assert measured == [pytest.approx([3.0] * 31), []] and src == 0
+    assert (pace.of(False), pace.of(True)) == (4.5, 6.0)

@@ -325,7 +325,7 @@ def test_a_probe_is_as_cheap_as_can_be() -> None:
 
 def paced(alone: float, with_prompts: float) -> Pace:
     pace = Pace(SimpleNamespace(world_size=1))
-    pace.alone, pace.with_prompts = alone, with_prompts
+    pace.alone, pace.with_prompts = np.array([alone]), np.array([with_prompts])
     return pace
 
 
