@@ -6,10 +6,13 @@ That is seen on a CPU, too, where the number arrives as a tensor without dimensi
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.round.state import ENDS, RequestState
@@ -58,3 +61,27 @@ def test_reservations_up_to_the_limit() -> None:
     with NoWaits():
         reserve(batch, WIDTH)
     assert batch.req_to_token_pool.req_to_token[0, 9 + WIDTH - 1] == 0
+
+
+def test_requests_that_leave_a_batch() -> None:
+    """What is on a device of this name cannot be read."""
+
+    def on_device() -> torch.Tensor:
+        return torch.zeros(3, dtype=torch.int64, device="meta")
+
+    gone = [False, True, False]
+    reqs = [
+        SimpleNamespace(
+            finished=lambda gone=gone: gone, return_logprob=False, stream=False, grammar=None
+        )
+        for gone in gone
+    ]
+    batch = ScheduleBatch(reqs=reqs, batch_is_full=True)
+    batch.device, batch.spec_algorithm = "meta", SpeculativeAlgorithm.from_string("DFLASH")
+    batch.model_config = SimpleNamespace(is_encoder_decoder=False)
+    batch.req_pool_indices, batch.seq_lens, batch.orig_seq_lens = (on_device() for _ in range(3))
+    batch.seq_lens_cpu = torch.tensor([5, 7, 9])
+    batch.sampling_info = SimpleNamespace(filter_batch=lambda *of: None)
+    batch.spec_info = SimpleNamespace(verify_done=None, filter_batch=lambda **of: None)
+    batch.filter_batch()
+    assert batch.reqs == [reqs[0], reqs[2]] and batch.seq_lens_sum == 14
