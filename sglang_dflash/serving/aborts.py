@@ -75,5 +75,10 @@ def abort_family(manager: TokenizerManager, rid: str) -> None:
             manager.abort_request(member)
 
 
+def stands_for_any(manager: TokenizerManager, rid: str) -> bool:
+    """Whether a batch or a prompt with this id is being answered."""
+    return rid in _families(manager)
+
+
 def _families(manager: TokenizerManager) -> dict[str, Family]:
     return manager.__dict__.setdefault("families_by_rid", {})

@@ -18,6 +18,7 @@ from sglang_dflash.errors import DFlashError
 from sglang_dflash.process.access_log import log_after_answers
 from sglang_dflash.serving.declared import read_body, sentence
 from sglang_dflash.serving.first_tokens import take_ahead
+from sglang_dflash.serving.gone import abort_gone
 from sglang_dflash.serving.loose import check_loose_parts
 from sglang_dflash.serving.metrics import refusing
 from sglang_dflash.serving.straight import straight
@@ -62,6 +63,7 @@ def open_door(app: FastAPI, manager: Any) -> None:
     """
     guard(app, manager.server_args)
     take_ahead(manager)
+    abort_gone(manager)
 
 
 def guard(app: FastAPI, server_args: Any) -> None:
