@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -75,7 +76,8 @@ class Turn:
     """
 
     def __init__(self, turns: Turns, state: ReqState):
-        self._turns, self._state = turns, state
+        # The state holds this; if this held the state, each request would wait for a garbage collection.
+        self._turns, self._state = turns, weakref.proxy(state)
         self._waiter: asyncio.Future[None] | None = None
         self._begun = False
 

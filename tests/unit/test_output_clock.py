@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -11,11 +13,15 @@ import pytest
 from sglang_dflash.serving.output_clock import OutputClock
 
 
-def request() -> SimpleNamespace:
-    return SimpleNamespace(event=asyncio.Event(), out_list=[], finished=False)
+class State(SimpleNamespace):
+    """Of a request; unlike its base it can be referred to weakly."""
 
 
-def answer(state: SimpleNamespace, part: str) -> None:
+def request() -> State:
+    return State(event=asyncio.Event(), out_list=[], finished=False)
+
+
+def answer(state: State, part: str) -> None:
     state.out_list.append(part)
     state.event.set()
 
@@ -93,3 +99,26 @@ def test_who_gives_up_is_forgotten() -> None:
         assert not clock._waiting
 
     asyncio.run(run())
+
+
+def test_nothing_waits_for_a_garbage_collection() -> None:
+    """What a request was goes with it, whether it was answered or its client has gone."""
+
+    async def run(gone: bool) -> weakref.ref[State]:
+        clock, state = OutputClock(60), request()
+        waiting = asyncio.create_task(clock.output_of(state))
+        await asyncio.sleep(0)
+        if gone:
+            waiting.cancel()
+        else:
+            answer(state, "last")
+        with suppress(asyncio.CancelledError):
+            await waiting
+        return weakref.ref(state)
+
+    gc.disable()
+    try:
+        assert asyncio.run(run(gone=False))() is None
+        assert asyncio.run(run(gone=True))() is None
+    finally:
+        gc.enable()

@@ -13,11 +13,15 @@ from sglang_dflash.serving.output_clock import OutputClock
 from sglang_dflash.serving.turns import FEW, LONG, Turns
 
 
-def request(name: str) -> SimpleNamespace:
-    return SimpleNamespace(name=name, event=asyncio.Event(), out_list=[], finished=False)
+class State(SimpleNamespace):
+    """Of a request; unlike its base it can be referred to weakly."""
 
 
-def answer(state: SimpleNamespace, finished: bool = False) -> None:
+def request(name: str) -> State:
+    return State(name=name, event=asyncio.Event(), out_list=[], finished=False)
+
+
+def answer(state: State, finished: bool = False) -> None:
     state.out_list.append("part")
     state.finished = finished
     state.event.set()
@@ -34,7 +38,7 @@ class Answers:
         self.parts: dict[str, list[int]] = {name: [] for name in names}
         self.tasks = [asyncio.create_task(self._read(state)) for state in self.states.values()]
 
-    async def _read(self, state: SimpleNamespace) -> None:
+    async def _read(self, state: State) -> None:
         while not state.finished or state.out_list:
             await self.clock.output_of(state)
             self.went_on.append(state.name)
