@@ -18,7 +18,7 @@ from sglang.srt.distributed import get_tp_group
 from sglang_dflash.device_waits import WAITS
 
 _KEPT = 32  # steps that count
-_OUTLIER = 2.0  # what counts at most, beside those before: collections of garbage, a log that is slow to write
+_OUTLIER = 2.0  # medians that a step counts at most: many prompts at once, collections of garbage, a slow log
 # Rounds after which all ranks take what the first one has measured, so that all plan alike.
 _SHARED_EVERY = 32
 
@@ -89,10 +89,13 @@ class Pace:
         return np.maximum(device[:, None], steps).mean(axis=1) if len(steps) else device
 
     def _take(self, measured: Sequence[Sequence[float]]) -> None:
-        self.alone, self.with_prompts = (np.array(steps) for steps in measured)
+        self.alone, self.with_prompts = map(_usual, measured)
 
     def _note(self, took: float, prompts: bool) -> None:
-        known = self._measured[prompts]
-        if known:
-            took = min(took, _OUTLIER * sum(known) / len(known))
-        known.append(took)
+        self._measured[prompts].append(took)
+
+
+def _usual(steps: Sequence[float]) -> np.ndarray:
+    """Times without what is rare."""
+    times = np.sort(np.array(steps, dtype=np.float64))
+    return np.minimum(times, _OUTLIER * times[len(times) // 2]) if len(times) else times

@@ -71,6 +71,14 @@ def test_it_follows_and_forgives(clock: Clock) -> None:
     assert pace.of(False) == pytest.approx(5.0, rel=0.01)
 
 
+def test_a_first_step_that_took_very_long(clock: Clock) -> None:
+    """As one does in which many prompts come at once."""
+    pace = Pace(ALONE)
+    steps(pace, clock, 1, 90.0, 8.0, True)
+    steps(pace, clock, 9, 4.0, 8.0, True)
+    assert 4.0 < pace.of(True) < 5.0
+
+
 def test_what_is_no_step(clock: Clock) -> None:
     """An idle scheduler, and prompts that run in a pass of their own."""
     pace = Pace(ALONE)
