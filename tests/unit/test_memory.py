@@ -173,7 +173,9 @@ def test_captured_rounds_as_an_h200_had_them(
     """
     monkeypatch.setattr(pass_sizes, "FEW", few)
     planned = round_buffers(asked(buckets, **changes), QWEN3_8B, 151_936, 2, context)
-    assert planned / GIB == pytest.approx(sum(found), rel=0.11)
+    # 256 requests keep 0.44 GiB more of rounds than is planned.
+    near = 0.11 if buckets is EACH_8_TO_256 else 0.07
+    assert planned / GIB == pytest.approx(sum(found), rel=near)
 
 
 def test_captured_rounds() -> None:

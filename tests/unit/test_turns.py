@@ -59,6 +59,11 @@ class Answers:
         for name in names:
             answer(self.states[name], finished)
 
+    async def turns(self, number: int) -> None:
+        """So many turns of the event loop."""
+        for _ in range(number):
+            await asyncio.sleep(0)
+
     async def end(self) -> None:
         for state in self.states.values():
             if not state.finished:
@@ -100,8 +105,7 @@ async def test_who_asks_meanwhile_does_not_wait_for_all() -> None:
     """A request takes several turns, and each is a short one."""
     async with begun("abcdefghijklmnop") as answers:
         answers.answer("abcdefghijklmnop")
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await answers.turns(3)
         assert len(answers.went_on) <= 3 * FEW < 16
 
 
@@ -127,8 +131,8 @@ async def test_who_waits_for_a_turn_when_its_answer_ends_goes_on_once_with_all_o
         answers.answer("abcdefgh")
         answers.answer("h", finished=True)
         while "g" not in answers.went_on:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
+            await answers.turns(1)
+        await answers.turns(1)
         assert answers.went_on.index("h") == FEW and answers.went_on.count("h") == 1
         assert answers.parts["h"] == [1, 2]
 
@@ -148,8 +152,7 @@ async def test_who_leaves_while_waiting_for_a_turn_takes_no_place() -> None:
         answers.answer("abcdefgh")
         for task in answers.tasks[FEW:-1]:
             task.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await answers.turns(2)
         assert answers.went_on == [*"abcdefgh"[:FEW], "h"]
         answers.tasks = [task for task in answers.tasks if not task.cancelled()]
         answers.states = {name: answers.states[name] for name in (*"abcdefgh"[:FEW], "h")}
@@ -169,8 +172,7 @@ async def test_who_gets_more_while_waiting_goes_on_once_with_all_of_it() -> None
     async with begun("abcdefgh") as answers:
         answers.answer("abcdefgh")
         answers.answer("hgfedcba")
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await answers.turns(20)
         assert answers.went_on == list("abcdefgh")
         assert all(answers.parts[name] == [1, 2] for name in "abcdefgh")
 
@@ -183,8 +185,7 @@ async def test_who_has_waited_for_long_goes_on_however_many_they_are() -> None:
         answers.now += 2 * LONG
         answers.answer("klmn")
         # Who is let go in one turn runs in the next.
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await answers.turns(2)
         assert answers.went_on == list("abcdefghij")
 
 
@@ -193,8 +194,7 @@ async def test_who_has_waited_for_less_waits_for_a_place() -> None:
     async with begun("abcdefghij") as answers:
         answers.answer("abcdefghij")
         answers.now += LONG / 2
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await answers.turns(2)
         assert answers.went_on == list("abcdefghij")[: 2 * FEW]
 
 
@@ -203,6 +203,5 @@ async def test_who_goes_on_when_the_clock_strikes_gives_its_place_up() -> None:
     async with begun("abcdefgh") as answers:
         answers.answer("abcdefgh")
         answers.clock._strike()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await answers.turns(20)
         assert sorted(answers.went_on) == list("abcdefgh")
