@@ -1,0 +1,78 @@
+"""What planned rounds give clients, beside blocks of one width, by times of an H200."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+
+from sglang_dflash.scheduler.plan import BestRows
+from tests.unit.served_traffic import DRAFTERS, WIDTH, AllRows, Host, Served, Traffic, h200
+
+CHAT = 76  # tokens of an answer
+WIDTHS = (2, 4, 6, 8, 12, 16)
+
+
+@cache
+def served(
+    tokens: float, clients: int, width: int | None, answer: int = CHAT, host: Host = Host()
+) -> Served:
+    """`width` of all blocks, all of whose rows are verified; None for what is planned."""
+    traffic = Traffic(clients, DRAFTERS[tokens], answer, host)
+    if width is None:
+        return traffic.serve(partial(BestRows, WIDTH, h200()), 400)
+    return traffic.serve(lambda pace: AllRows(width, h200()), 400)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "clients", "width", "measured"),
+    [
+        # benchmark/results/serving/h200-widths-low.jsonl
+        (2.5, 1, None, 434),
+        (2.5, 8, None, 2920),
+        (2.5, 8, 16, 2734),
+        (2.5, 128, None, 15665),
+        (2.5, 128, 2, 15088),
+        # h200-widths-planned.jsonl, -again.jsonl and h200-widths-trained-256.jsonl
+        (4.0, 1, None, 675),
+        (4.0, 8, 16, 4174),
+        (4.0, 64, None, 16238),
+        (4.0, 64, 4, 15630),
+        (4.0, 128, None, 20437),
+        (4.0, 128, 4, 18104),
+        (4.0, 256, None, 20546),
+        (4.0, 256, 2, 19129),
+        # h200-widths-trained-again.jsonl
+        (4.0, 64, 16, 7778),
+    ],
+)
+def test_as_measured(tokens: float, clients: int, width: int | None, measured: float) -> None:
+    """`chat`, tokens a second; else what follows would say nothing."""
+    assert served(tokens, clients, width).tokens_s == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("clients", [1, 8, 32, 64, 128, 256])
+@pytest.mark.parametrize("tokens", DRAFTERS)
+def test_no_width_is_better(tokens: float, clients: int) -> None:
+    """Where rows cost most, none is as good."""
+    best = max(served(tokens, clients, width).tokens_s for width in WIDTHS)
+    assert served(tokens, clients, None).tokens_s >= (1.01 if clients >= 32 else 0.99) * best
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+@pytest.mark.parametrize("clients", [64, 256])
+def test_hosts_of_other_speeds(factor: float, clients: int) -> None:
+    """What a slow host leaves the device time for is verified, and what a fast one does not is not."""
+    usual = Host()
+    host = Host(*(factor * part for part in vars(usual).values()))
+    planned = served(4.0, clients, None, host=host)
+    best = max(served(4.0, clients, width, host=host).tokens_s for width in (2, 4, 6, 8))
+    assert planned.tokens_s >= 1.01 * best
+    wider = planned.accept_length > served(4.0, clients, None).accept_length
+    assert wider == (factor > 1)
+
+
+@pytest.mark.parametrize("clients", [8, 64])
+def test_long_answers(clients: int) -> None:
+    best = max(served(4.0, clients, width, answer=1161).tokens_s for width in WIDTHS)
+    assert served(4.0, clients, None, answer=1161).tokens_s >= 0.99 * best
