@@ -6,7 +6,6 @@ say, passes take what the table of costs has for them, and the host takes as lon
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

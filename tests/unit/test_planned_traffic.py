@@ -10,12 +10,13 @@ from sglang_dflash.scheduler.plan import BestRows
 from tests.unit.served_traffic import DRAFTERS, WIDTH, AllRows, Host, Served, Traffic, h200
 
 CHAT = 76  # tokens of an answer
+USUAL = Host()
 WIDTHS = (2, 4, 6, 8, 12, 16)
 
 
 @cache
 def served(
-    tokens: float, clients: int, width: int | None, answer: int = CHAT, host: Host = Host()
+    tokens: float, clients: int, width: int | None, answer: int = CHAT, host: Host = USUAL
 ) -> Served:
     """`width` of all blocks, all of whose rows are verified; None for what is planned."""
     traffic = Traffic(clients, DRAFTERS[tokens], answer, host)
@@ -63,8 +64,7 @@ def test_no_width_is_better(tokens: float, clients: int) -> None:
 @pytest.mark.parametrize("clients", [64, 256])
 def test_hosts_of_other_speeds(factor: float, clients: int) -> None:
     """What a slow host leaves the device time for is verified, and what a fast one does not is not."""
-    usual = Host()
-    host = Host(*(factor * part for part in vars(usual).values()))
+    host = Host(*(factor * part for part in vars(USUAL).values()))
     planned = served(4.0, clients, None, host=host)
     best = max(served(4.0, clients, width, host=host).tokens_s for width in (2, 4, 6, 8))
     assert planned.tokens_s >= 1.01 * best
