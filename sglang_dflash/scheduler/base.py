@@ -80,6 +80,7 @@ class DFlashWorkerBase:
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
         self.linear_states = self.parts.linear_states
+        self.launched_width = self.width  # of the last round's blocks
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args
         self.pace = Pace()
@@ -172,6 +173,7 @@ class DFlashWorkerBase:
         if adapted and plan.reason != WHOLE and not self.rounds.shares_adapted:
             plan = Plan(self.width)  # the others are for what is captured
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
+        self.launched_width = width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         prompts = self.riding.prompts_for(bounds, plan, adapted)

@@ -23,12 +23,13 @@ class DFlashDraftInput(SpecInput):
     when it is filtered or merged.
 
     Attributes:
-        lookahead: tokens beyond those known to be committed that the next round may run: the width
-            of a round, and once more for a round whose result the host has not seen yet.
+        width: of the widest block that the next round may have.
+        in_flight: tokens that a round or a prefill whose result the host has not seen yet commits at most.
         new_seq_lens: [bs] int64, what the overlapped scheduler takes as the batch's lengths.
     """
 
-    lookahead: int
+    width: int
+    in_flight: int = 0
     new_seq_lens: torch.Tensor | None = None
 
     # The overlapped scheduler waits on this event if there is one. There is none: the host never
@@ -38,6 +39,11 @@ class DFlashDraftInput(SpecInput):
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.DFLASH_DRAFT)
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens beyond those known to be committed that the next round may run."""
+        return self.in_flight + self.width
+
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return 1, 1
 
@@ -45,7 +51,8 @@ class DFlashDraftInput(SpecInput):
         """Nothing is kept by position."""
 
     def merge_batch(self, other: DFlashDraftInput) -> None:
-        """Nothing is kept by position."""
+        """Nothing is kept by position, and what is in flight of either is taken for all."""
+        self.in_flight = max(self.in_flight, other.in_flight)
 
     def slots_required(self, reqs: Sequence[Req], page_size: int) -> int:
         """New slots that the next decode step takes from the allocator, in tokens."""

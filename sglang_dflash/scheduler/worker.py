@@ -26,7 +26,7 @@ class DFlashWorker(DFlashWorkerBase):
         """Runs a prefill, or one round over a decode batch."""
         if batch.forward_mode.is_extend():
             result = self.prefill(batch.get_model_worker_batch())
-            batch.spec_info = DFlashDraftInput(lookahead=self.width)
+            batch.spec_info = DFlashDraftInput(self.width)
             return result
 
         reserve(batch, self.width)

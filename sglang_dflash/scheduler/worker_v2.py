@@ -85,13 +85,13 @@ class DFlashWorkerV2(DFlashWorkerBase):
         is known, and none is retracted that this would have served.
 
         Args:
-            batch: the next decode batch. Requests for which a round would be in vain leave it; its lookahead
-                shrinks if the answer is yes.
+            batch: the next decode batch. Requests for which a round would be in vain leave it; nothing is in flight
+                for it if the answer is yes.
         """
         leave_out_ending(batch)
         if not batch.reqs or batch.check_decode_mem():
             return False
-        batch.spec_info = replace(batch.spec_info, lookahead=self.width)
+        batch.spec_info = replace(batch.spec_info, in_flight=0)
         self.metrics.fell_back(SLOTS)
         return True
 
@@ -101,7 +101,6 @@ class DFlashWorkerV2(DFlashWorkerBase):
         Where draws need all earlier tokens on the host, the scheduler looks at the pending result before it has
         the rest of the round launched (`delay_sample_func`), while the target runs.
         """
-        next_input = DFlashDraftInput(lookahead=2 * self.width, new_seq_lens=batch.seq_lens)
         if batch.forward_mode.is_extend():
             begin_anew(batch.reqs)
         else:
@@ -112,13 +111,14 @@ class DFlashWorkerV2(DFlashWorkerBase):
             req.host_waits = late and self._server_args.enable_hierarchical_cache
         if batch.forward_mode.is_extend():
             result = self.prefill(batch)
-            result.next_draft_input = next_input
+            result.next_draft_input = self._next_input(batch, 1)
             self.note_launched()
             return result
 
-        # The round before this one may still be running: it commits at most a block more.
+        # The round before this one may still be running.
         states = self.states_of(batch)
-        finish = self.launch_round(batch, ahead=self.width)
+        finish = self.launch_round(batch, ahead=batch.spec_info.in_flight)
+        next_input = self._next_input(batch, self.launched_width)
         launched = RoundInFlight(next_draft_input=next_input, batch=batch)
         rest = partial(self._launch_rest, launched, finish, states)
         if late:
@@ -126,6 +126,10 @@ class DFlashWorkerV2(DFlashWorkerBase):
             launched.delay_sample_func = rest
             return launched
         return rest()
+
+    def _next_input(self, batch: ModelWorkerBatch, in_flight: int) -> DFlashDraftInput:
+        """Of the round after what was just launched, which commits at most so many tokens."""
+        return DFlashDraftInput(self.width, in_flight, new_seq_lens=batch.seq_lens)
 
     def _trust(self, reqs: Sequence[Req]) -> None:
         """Before a round: which requests have masks in it, and where those that have strayed go on."""

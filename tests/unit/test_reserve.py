@@ -191,7 +191,7 @@ def overlapped(batch: SimpleNamespace) -> SimpleNamespace:
     def filter_batch(keep_indices: list[int]) -> None:
         batch.reqs = [batch.reqs[i] for i in keep_indices]
 
-    batch.spec_info, batch.check_decode_mem = DFlashDraftInput(TWO_ROUNDS), check_decode_mem
+    batch.spec_info, batch.check_decode_mem = DFlashDraftInput(WIDTH, WIDTH), check_decode_mem
     batch.filter_batch = filter_batch
     return batch
 
@@ -199,7 +199,8 @@ def overlapped(batch: SimpleNamespace) -> SimpleNamespace:
 def worker() -> tuple[DFlashWorkerV2, list[str]]:
     """A worker without models, and why its rounds waited."""
     made, reasons = object.__new__(DFlashWorkerV2), []
-    made.width, made.metrics = WIDTH, SimpleNamespace(fell_back=reasons.append)
+    made.width, made.launched_width = WIDTH, 3
+    made.metrics = SimpleNamespace(fell_back=reasons.append)
     made.linear_states, made.rounds = None, SimpleNamespace(graphs=object())
     made._server_args = SimpleNamespace(enable_hierarchical_cache=True, enable_nan_detection=True)
     made.parts = SimpleNamespace(state=None)
@@ -245,9 +246,11 @@ def test_draws_that_need_history_are_launched_behind_the_result(
         reqs=[constrained, other],
         seq_lens=None,
         forward_mode=SimpleNamespace(is_extend=lambda: False),
+        spec_info=DFlashDraftInput(WIDTH, 2),
     )
     result = made.forward_batch_generation(batch)
-    assert launched == [WIDTH] and (result.delay_sample_func is not None) == late
+    assert launched == [2] and result.next_draft_input.lookahead == 3 + WIDTH
+    assert (result.delay_sample_func is not None) == late
     assert reasons == [HISTORY] * late
     if late:
         assert result.next_token_ids is None and result.delay_sample_func() is result
@@ -321,3 +324,46 @@ def test_rounds_until_everyone_is_done(
                 allocator.free(torch.tensor(owned(batch, req)))
                 batch.reqs.remove(req)
     assert allocator.available_size() == size
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    shapes=st.lists(st.tuples(st.integers(1, 60), st.integers(2, 36)), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_rounds_of_any_width_ahead_of_their_results(
+    page_size: int, shapes: list, data: st.DataObject
+) -> None:
+    """Slots are reserved for as many tokens as what is in flight may commit, and for the widest block behind them."""
+    batch = world(page_size)
+    for prompt, limit in shapes:
+        admit(batch, prompt, limit)
+    spec_info = DFlashDraftInput(WIDTH, in_flight=1)
+    pending = dict.fromkeys(range(len(shapes)), 1)  # tokens that results in flight have, by request
+    while batch.reqs:
+        reserve(batch, spec_info.lookahead)
+        width = data.draw(st.integers(1, WIDTH))
+        for req in batch.reqs:
+            begin = req.kv_committed_len + pending[req.req_pool_idx]
+            row = batch.req_to_token_pool.req_to_token[req.req_pool_idx, begin : begin + width]
+            mine = owned(batch, req)[begin:]
+            assert all(slot in mine or slot == 0 for slot in row.tolist())
+            assert 0 not in row[: max(0, slot_limit(req) - begin)]
+        accepted = {i: data.draw(st.integers(1, width)) for i in pending}
+        for req in list(batch.reqs):
+            left = slot_limit(req) - req.kv_committed_len
+            req.kv_committed_len += min(pending[req.req_pool_idx], left)
+            if req.kv_committed_len == slot_limit(req):
+                batch.tree_cache.token_to_kv_pool_allocator.free(torch.tensor(owned(batch, req)))
+                batch.reqs.remove(req)
+        spec_info, pending = DFlashDraftInput(WIDTH, in_flight=width), accepted
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    assert allocator.available_size() == allocator.size
+
+
+def test_what_is_in_flight_of_two_batches() -> None:
+    """Where a pending result was seen, nothing is; a prefill beside it has one token of each of its requests."""
+    batch, prompts = DFlashDraftInput(WIDTH, in_flight=0), DFlashDraftInput(WIDTH, in_flight=1)
+    batch.merge_batch(prompts)
+    assert batch.lookahead == WIDTH + 1

@@ -60,7 +60,7 @@ def world(*reqs: SimpleNamespace, **fields: Any) -> SimpleNamespace:
     params = CacheInitParams(
         disable=True, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=1
     )
-    spec_info = DFlashDraftInput(lookahead=WIDTH)
+    spec_info = DFlashDraftInput(WIDTH)
     batch = SimpleNamespace(
         reqs=list(reqs),
         is_prefill_only=False,

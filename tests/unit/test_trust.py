@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from sglang_dflash.drawing.grammar import allowed, is_allowed, refuses_what_it_masks
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.round.state import RequestState
+from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
 from sglang_dflash.scheduler.flight import Flight
 from sglang_dflash.scheduler.pace import Pace
@@ -148,7 +149,7 @@ class World:
 
     def _worker(self, state: RequestState) -> DFlashWorkerV2:
         made = object.__new__(DFlashWorkerV2)
-        made.width, made.linear_states = WIDTH, None
+        made.width, made.launched_width, made.linear_states = WIDTH, WIDTH, None
         made.pace, made.flight = Pace(SimpleNamespace(world_size=1)), Flight()
         made.rounds = SimpleNamespace(graphs=object())
         made.metrics = SimpleNamespace(fell_back=self.fell_back.append)
@@ -176,7 +177,12 @@ class World:
         launched = None
         self.left |= self.req.finished() or bool(pending and ends_in_flight(self.req))
         if not self.left:  # who leaves the batch does not come back
-            batch = SimpleNamespace(reqs=[self.req], seq_lens=None, forward_mode=DECODES)
+            batch = SimpleNamespace(
+                reqs=[self.req],
+                seq_lens=None,
+                forward_mode=DECODES,
+                spec_info=DFlashDraftInput(WIDTH, WIDTH),
+            )
             launched, self.launched = self.worker.forward_batch_generation(batch), self.launched + 1
         if pending is not None:
             batch = SimpleNamespace(reqs=[self.req])
