@@ -45,7 +45,12 @@ _MACHINE = {
     ),
 }
 _ENVIRONMENT = {
-    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+    # A scheduler that overlaps does so on a CPU, too, where that gains nothing.
+    "cpu": {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_DFLASH_OVERLAP_ON_CPU": "1",
+    },
     "cuda": {"FLASHINFER_DISABLE_VERSION_CHECK": "1"},
 }
 WORKERS = {
