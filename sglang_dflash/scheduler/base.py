@@ -146,6 +146,7 @@ class DFlashWorkerBase:
         """Runs prompts, or a chunk of one; or gives what a round made of them that took them along."""
         if (result := self.riding.take()) is not None:
             return result
+        self.note_prompts()
         result = prefill(self.parts, self.target_worker, batch)
         # Written while the device is at work; a request alone would wait for it.
         self.metrics.ran_prompts(batch.extend_num_tokens, ALONE)
@@ -202,6 +203,9 @@ class DFlashWorkerBase:
             prompt_rows: the same in the same step of the scheduler.
             takes: milliseconds of the round and those in its pass, if they are known.
         """
+
+    def note_prompts(self) -> None:
+        """Prompts are about to be launched in a pass of their own."""
 
     def replayed(self, result: RoundResult) -> bool:
         """Whether a round came from graphs, which SGLang's log and metrics tell."""

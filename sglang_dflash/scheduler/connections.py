@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from sglang_dflash.scheduler.arrivals import wait_for_requests
 from sglang_dflash.scheduler.evictions import evict_much_at_once
 from sglang_dflash.scheduler.leaving import leave_at_once
-from sglang_dflash.scheduler.look_first import look_first
 from sglang_dflash.scheduler.operations import Operations
+from sglang_dflash.scheduler.order import choose_in_order
 from sglang_dflash.serving.first_tokens import send_ahead
 
 if TYPE_CHECKING:
@@ -20,6 +20,6 @@ def connect(scheduler: Scheduler) -> None:
     evict_much_at_once(scheduler.tree_cache)
     wait_for_requests(scheduler)
     leave_at_once(scheduler)
-    look_first(scheduler)
+    choose_in_order(scheduler)
     scheduler._request_dispatcher = Operations(scheduler, scheduler._request_dispatcher)
     send_ahead(scheduler)

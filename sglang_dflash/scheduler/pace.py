@@ -36,6 +36,8 @@ class Pace:
 
     Attributes:
         alone, with_prompts: [steps] each, of steps without and with prompts in their round. The same on all ranks.
+        in_a_row: whether a round that is launched with nothing in flight follows the last one all the same, because the
+            host has looked at that one's result first.
     """
 
     def __init__(self, group: Group | None = None):
@@ -44,6 +46,7 @@ class Pace:
             group: the ranks that plan alike; None for SGLang's.
         """
         self.alone = self.with_prompts = np.zeros(0)
+        self.in_a_row = False
         self._group = group or get_tp_group()
         self._measured: list[deque[float]] = [deque(maxlen=_KEPT), deque(maxlen=_KEPT)]
         self._launched = self._pending = 0
@@ -58,8 +61,8 @@ class Pace:
                 the host's.
         """
         now, waited = time.perf_counter(), WAITS.seconds
-        # With nothing in flight the scheduler did something else since, or nothing.
-        if self._pending and self._last is not None:
+        # Else the scheduler did something else since, or nothing.
+        if (self._pending or self.in_a_row) and self._last is not None:
             begin, before, had_prompts = self._last
             self._note(1e3 * (now - begin - (waited - before)), had_prompts)
         self._last = None if prompts is None else (now, waited, prompts)

@@ -22,6 +22,7 @@ from sglang_dflash.scheduler.base import DFlashWorkerBase
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
 from sglang_dflash.scheduler.flight import Flight
+from sglang_dflash.scheduler.order import Order
 from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def __init__(self, *args, **ranks):
         super().__init__(*args, **ranks)
         self.flight, self._late = Flight(), False
+        self.order = Order(self._server_args.device, self.pace)
         if self.linear_states is not None:
             self.linear_states.hand_on_in_order()
 
@@ -77,6 +79,10 @@ class DFlashWorkerV2(DFlashWorkerBase):
         apart = boarded < prompt_rows
         self.pace.launch(None if apart else boarded > 0)
         self.flight.launch(None if apart or self._late else takes)
+        self.order.launched(None if apart else takes, boarded > 0)
+
+    def note_prompts(self) -> None:
+        self.order.launched(None)
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -177,6 +183,9 @@ class DFlashWorkerV2(DFlashWorkerBase):
             if tokens or req.finished() or req.is_retracted
         ]
         seen.sort(key=lambda each: not each[0].finished())
+        for req, tokens in seen:
+            if tokens and req.finished():
+                self.order.ended(req.spec_verify_ct)
         batch.reqs, taken = [req for req, _ in seen], [tokens for _, tokens in seen]
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
         return taken

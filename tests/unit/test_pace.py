@@ -119,3 +119,18 @@ def test_ranks_take_the_time_of_the_first(clock: Clock) -> None:
     [(measured, src)] = told
     assert measured == [pytest.approx([3.0] * 31), []] and src == 0
     assert (pace.of(False), pace.of(True)) == (4.5, 6.0)
+
+
+def test_rounds_in_a_row(clock: Clock) -> None:
+    """Where each result is looked at before the next round is launched, that one follows with nothing in flight."""
+    pace = Pace(ALONE)
+    for in_a_row in (False, True, True, False, True):
+        pace.in_a_row = in_a_row
+        pace.launch(False)
+        clock.passes(3.0)
+        clock.event(8.0).synchronize()
+        pace.landed()
+        if in_a_row:
+            clock.passes(1.0)
+    # Of five rounds three followed another at once, after 3 ms, 4 and 3.
+    assert pace.alone.tolist() == pytest.approx([3.0, 3.0, 4.0])

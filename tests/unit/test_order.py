@@ -1,0 +1,121 @@
+"""Results are looked at before anything is chosen where launching ahead of them gains less than it costs."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.errors import DFlashError
+from sglang_dflash.scheduler.draft_input import DFlashDraftInput
+from sglang_dflash.scheduler.order import AHEAD, FIRST, ORDER, RANDOM, Order, choose_in_order
+
+
+def order(device: str = "cuda", host: float = 5.0, beside_prompts: float = 9.0) -> Order:
+    """With a host that takes so many milliseconds for a step."""
+    pace = SimpleNamespace(of=lambda prompts: beside_prompts if prompts else host)
+    return Order(device, pace)
+
+
+@pytest.fixture(autouse=True)
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ORDER, raising=False)
+
+
+def test_ten_rounds_beside_a_step() -> None:
+    """Each takes the device some time; the step, which all would wait for, takes the host more or less than that."""
+    first = order()
+    for _ in range(3):
+        first.ended(9)
+    first.launched(0.49)
+    assert first.looks_first()
+    first.launched(0.51)
+    assert not first.looks_first()
+    first.launched(0.51, prompts=True)
+    assert first.looks_first()
+
+
+def test_long_answers() -> None:
+    """Whose one step is soon outweighed; what count are the last ones."""
+    first = order()
+    for _ in range(64):
+        first.ended(99)
+    first.launched(0.4)
+    assert not first.looks_first()
+    for _ in range(64):
+        first.ended(9)
+    assert first.looks_first()
+
+
+def test_nothing_is_known() -> None:
+    """Of prompts in a pass of their own, of the host, or of answers: then it is as everywhere."""
+    first = order()
+    first.launched(0.1)
+    assert not first.looks_first()
+    first.ended(9)
+    assert first.looks_first()
+    first.launched(None)
+    assert not first.looks_first()
+    unmeasured = order(host=0.0)
+    unmeasured.ended(9)
+    unmeasured.launched(0.1)
+    assert not unmeasured.looks_first()
+
+
+def test_a_named_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ORDER, AHEAD)
+    assert not order("cpu").looks_first()
+    monkeypatch.setenv(ORDER, FIRST)
+    assert order().looks_first()
+    monkeypatch.setenv(ORDER, RANDOM)
+    ranks = order(), order()
+    drawn = [[rank.looks_first() for _ in range(50)] for rank in ranks]
+    assert drawn[0] == drawn[1] and 10 < sum(drawn[0]) < 40
+    monkeypatch.setenv(ORDER, "last")
+    with pytest.raises(DFlashError, match="'last': set it to ahead, first or random"):
+        order()
+
+
+def chosen(
+    order: Order, overlap: bool = True, batch: str | None = "batch"
+) -> tuple[list[str], SimpleNamespace]:
+    """What a scheduler does, in its order, when it is to choose while a result is pending."""
+    done: list[str] = []
+
+    def choose() -> str | None:
+        done.append("choose" if scheduler.last_batch is not None else "nothing to merge")
+        return batch
+
+    scheduler = SimpleNamespace(
+        enable_overlap=overlap,
+        draft_worker=SimpleNamespace(order=order, pace=SimpleNamespace(in_a_row=None)),
+        result_queue=deque([("batch before", "result")]),
+        running_batch=SimpleNamespace(spec_info=DFlashDraftInput(8, in_flight=8)),
+        last_batch=SimpleNamespace(spec_info=None),
+        process_batch_result=lambda batch, result: done.append(result),
+        get_next_batch_to_run=choose,
+    )
+    choose_in_order(scheduler)
+    assert scheduler.get_next_batch_to_run() == batch
+    return done, scheduler
+
+
+@pytest.mark.parametrize("batch", ["batch", None])
+def test_a_cpu(batch: str | None) -> None:
+    """What is in flight is nothing then, and the release's loop finds no batch whose result it is to take."""
+    done, scheduler = chosen(order("cpu"), batch=batch)
+    assert done == ["result", "choose"] and not scheduler.result_queue
+    assert scheduler.last_batch is None and scheduler.running_batch.spec_info.lookahead == 8
+    assert scheduler.draft_worker.pace.in_a_row == (batch is not None)
+
+
+def test_where_something_overlaps() -> None:
+    done, scheduler = chosen(order())
+    assert done == ["choose"] and scheduler.result_queue and scheduler.last_batch is not None
+    assert scheduler.running_batch.spec_info.in_flight == 8
+    assert scheduler.draft_worker.pace.in_a_row is False
+
+
+def test_a_scheduler_that_does_not_overlap() -> None:
+    assert chosen(order("cpu"), overlap=False)[0] == ["choose"]
