@@ -1,9 +1,9 @@
 """Whether a result is looked at before what comes next is chosen and launched, or after.
 
 A scheduler that overlaps launches first, so that the device computes while the host works. But then everybody is seen a
-step of the host later: an answer of n rounds takes n + 2 steps, where it would take n + 1. Looking first makes each
-of them longer by what the device takes. So that is better where n + 1 rounds take the device less than a step takes the
-host, as with a very small model; and on a CPU, where the host computes the rounds itself.
+step of the host later: an answer of n rounds takes n + 2 steps, where it would take n + 1. Looking first makes each of
+them longer by what the host waits for the device. So that is better where it waits less in n + 1 steps than one of them
+takes, as with a very small model; and on a CPU, where the host computes the rounds itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ ORDER = "SGLANG_DFLASH_ORDER"
 AHEAD, FIRST, RANDOM = "ahead", "first", "random"
 
 _KEPT = 64  # answers whose rounds count
+# The part of a step behind a round's first launch: the others, and looking for requests. Meanwhile the device computes.
+_BEHIND = 0.25
 
 
 class Order:
@@ -65,8 +67,8 @@ class Order:
             return self._named()
         if self._takes is None or not self._rounds:
             return False
-        steps = 1 + sum(self._rounds) / len(self._rounds)
-        return steps * self._takes < self._pace.of(self._prompts)
+        host, steps = self._pace.of(self._prompts), 1 + sum(self._rounds) / len(self._rounds)
+        return steps * max(0.0, self._takes - _BEHIND * host) < host
 
 
 def _named(device: str) -> Callable[[], bool] | None:

@@ -19,8 +19,8 @@ from sglang_dflash.device_waits import WAITS
 
 _KEPT = 32  # steps that count
 _OUTLIER = 2.0  # medians that a step counts at most: many prompts at once, collections of garbage, a slow log
-# Rounds after which all ranks take what the first one has measured, so that all plan alike.
-_SHARED_EVERY = 32
+# Rounds after which all ranks take what the first one has measured, so that all plan alike; a rank alone is sooner.
+_SHARED_EVERY, _TAKEN_EVERY = 32, 8
 
 
 class Group(Protocol):
@@ -69,7 +69,8 @@ class Pace:
         self._pending += 1
         self._launched += 1
         if self._group.world_size == 1:
-            self._take(self._measured)
+            if self._launched % _TAKEN_EVERY == 0:
+                self._take(self._measured)
         elif self._launched % _SHARED_EVERY == 0:
             self._take(self._group.broadcast_object(self._measured, src=0))
 

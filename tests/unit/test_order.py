@@ -23,16 +23,16 @@ def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ORDER, raising=False)
 
 
-def test_ten_rounds_beside_a_step() -> None:
-    """Each takes the device some time; the step, which all would wait for, takes the host more or less than that."""
+def test_ten_waits_beside_a_step() -> None:
+    """Each for what the device takes beyond a quarter of the step; that takes the host 5 ms, or 9 beside prompts."""
     first = order()
     for _ in range(3):
         first.ended(9)
-    first.launched(0.49)
+    first.launched(1.25 + 0.49)
     assert first.looks_first()
-    first.launched(0.51)
+    first.launched(1.25 + 0.51)
     assert not first.looks_first()
-    first.launched(0.51, prompts=True)
+    first.launched(1.25 + 0.51, prompts=True)
     assert first.looks_first()
 
 
@@ -41,7 +41,7 @@ def test_long_answers() -> None:
     first = order()
     for _ in range(64):
         first.ended(99)
-    first.launched(0.4)
+    first.launched(1.6)
     assert not first.looks_first()
     for _ in range(64):
         first.ended(9)
