@@ -14,7 +14,6 @@ import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dflash.drawing.on_its_way import OnItsWay
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.gpu.pass_sizes import narrower, sizes_to_capture
@@ -54,14 +53,15 @@ class RoundResult:
         output: log-probabilities and hidden states of its rows, if a request asks for any.
         fell_back: why it was not replayed from a graph; None if it was, or if none are captured.
         expected: what was expected of its drafts, [bs, width - 1] float32 as in `Estimate`, and behind it how many
-            rows of each request it verified, on their way to the host; None if nobody asks or nothing was drafted.
+            rows of each request it verified; on the host, where it is as soon as anything is that is copied later, as
+            what was accepted. None if nobody asks or nothing was drafted.
         begins: [bs] int64, where rows of each request begin; None if all rows of all blocks were verified.
     """
 
     accepted: Accepted
     output: LogitsProcessorOutput | None = None
     fell_back: str | None = None
-    expected: OnItsWay | None = None
+    expected: torch.Tensor | None = None
     begins: torch.Tensor | None = None
 
 
@@ -264,12 +264,16 @@ class RoundRunner:
             return RoundResult(accepted, output, begins=begins)
         rows = proposed.round.width if ragged is None else ragged.counts
         told = self.survival.learn(estimate, rows, accepted.lengths)
-        return RoundResult(accepted, output, expected=OnItsWay(told), begins=begins)
+        return RoundResult(accepted, output, expected=_to_host(told), begins=begins)
 
 
 def _told(accepted: Accepted, expected: torch.Tensor | None) -> RoundResult:
     """Of a graph that has learned of the round itself."""
-    return RoundResult(accepted, expected=None if expected is None else OnItsWay(expected))
+    return RoundResult(accepted, expected=None if expected is None else _to_host(expected))
+
+
+def _to_host(expected: torch.Tensor) -> torch.Tensor:
+    return expected.to("cpu", non_blocking=True)
 
 
 def _version() -> str:

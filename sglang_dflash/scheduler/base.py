@@ -16,7 +16,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_dflash.cpu.eager import compile_only_when_asked
 from sglang_dflash.drafter.set_aside import SetAside, clean_pools
-from sglang_dflash.drawing.on_its_way import OnItsWay
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
 from sglang_dflash.round.adapter_buffers import has_adapters
@@ -225,7 +224,7 @@ class DFlashWorkerBase:
         tokens: torch.Tensor,
         lengths: torch.Tensor,
         output: LogitsProcessorOutput | None,
-        expected: OnItsWay | None,
+        expected: torch.Tensor | None,
     ) -> list[list[int]]:
         """Gives requests what they take of a round; see `commit_round`.
 
@@ -236,7 +235,7 @@ class DFlashWorkerBase:
         committed = commit_round(reqs, tokens, lengths, output)
         self.behind_windows.free(reqs)
         if expected is not None:
-            told, counted = expected.tensor().numpy(), np.array(list(map(bool, committed.taken)))
+            told, counted = expected.numpy(), np.array(list(map(bool, committed.taken)))
             self.planner.note(told[:, :-1])
             told, lengths = told[counted], lengths.numpy()[counted]
             self.metrics.expected(told[:, :-1], told[:, -1:], lengths)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_dflash.scheduler.arrivals import wait_for_requests
 from sglang_dflash.scheduler.evictions import evict_much_at_once
+from sglang_dflash.scheduler.futures import number_nothing
 from sglang_dflash.scheduler.leaving import leave_at_once
 from sglang_dflash.scheduler.operations import Operations
 from sglang_dflash.scheduler.order import choose_in_order
@@ -21,5 +22,6 @@ def connect(scheduler: Scheduler) -> None:
     wait_for_requests(scheduler)
     leave_at_once(scheduler)
     choose_in_order(scheduler)
+    number_nothing(scheduler)
     scheduler._request_dispatcher = Operations(scheduler, scheduler._request_dispatcher)
     send_ahead(scheduler)

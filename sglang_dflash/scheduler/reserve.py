@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
-# Slots that a request gets beyond those that it needs, where there are so many, so that it is looked at again in some
-# rounds only; and the part of the pool that all of these may be.
+# Slots that all requests get beyond those that they need as soon as one lacks some, where there are so many, so that it
+# is some rounds until one does again; and the part of the pool that all of these may be.
 _SPARE, _SPARE_SHARE = 32, 1 / 16
 
 
@@ -60,14 +60,14 @@ def _lacks(req: Req, lookahead: int) -> bool:
     return req.kv_committed_len + lookahead > req.kv_allocated_len
 
 
-def _spare(batch: ScheduleBatch, lacking: int, lookahead: int) -> int:
-    """What those that lack slots each get beyond their need, without taking it from prefixes or retracting anybody."""
+def _spare(batch: ScheduleBatch, requests: int, lookahead: int) -> int:
+    """What so many requests each get beyond their need, without taking it from prefixes or retracting anybody."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if has_two(allocator.get_kvcache()):  # that of sliding layers is small, as windows are
         return 0
     small = len(batch.reqs) * _SPARE <= allocator.size * _SPARE_SHARE
     each = lookahead + _SPARE + batch.tree_cache.page_size
-    free = lacking * each <= allocator.available_size()
+    free = requests * each <= allocator.available_size()
     return _SPARE if small and free else 0
 
 
@@ -83,7 +83,11 @@ def reserve(batch: ScheduleBatch, lookahead: int) -> None:
     lacking = [req for req in batch.reqs if _lacks(req, lookahead)]
     if not lacking:
         return
-    lookahead += _spare(batch, len(lacking), lookahead)
+    if spare := _spare(batch, len(batch.reqs), lookahead):
+        lookahead += spare
+        lacking = [req for req in batch.reqs if _lacks(req, lookahead)]
+    else:
+        lookahead += _spare(batch, len(lacking), lookahead)
     table = batch.req_to_token_pool.req_to_token
     page_size = batch.tree_cache.page_size
     tail, fresh, cut = Spans(), Spans(), Spans()

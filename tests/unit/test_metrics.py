@@ -6,6 +6,7 @@ import json
 import random
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from sglang_dflash.serving.metrics import (
     NoMetrics,
     RoundMetrics,
 )
+from sglang_dflash.serving.round_counts import RoundCounts
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD = json.loads((DOCS / "grafana" / "dflash.json").read_text())
@@ -134,6 +136,24 @@ def test_what_is_expected_of_drafts() -> None:
         for position, amount in enumerate((*values, 0), start=1):
             got = value(f"{name}_at_position_total", "expected", position=str(position))
             assert got == pytest.approx(amount)
+
+
+def test_drafts_of_many_rounds() -> None:
+    """Of any widths, all in vain in some: together they are what each of them adds."""
+    draw, together, alone = np.random.default_rng(0), RoundCounts(9), defaultdict(float)
+    for _ in range(40):
+        requests, drafts = draw.integers(0, 5), draw.integers(1, 9)
+        chances = draw.random((requests, drafts)).cumprod(axis=1)
+        rows = draw.integers(1, drafts + 2, (requests, 1))
+        told = chances, rows.astype(float), draw.integers(1, rows[:, 0] + 1)
+        single = RoundCounts(9)
+        for counts in (single, together):
+            counts.expected(*told)
+        for name, amount in single.take_out()[0].items():
+            alone[name] += amount
+    amounts, _ = together.take_out()
+    assert amounts == pytest.approx(alone) and amounts["tried_at_position", "1"] > 20
+    assert not together.take_out()[0]
 
 
 def test_rounds_of_any_width() -> None:

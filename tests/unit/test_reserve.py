@@ -146,7 +146,7 @@ def test_what_was_reserved_stays_reserved() -> None:
 
 
 def test_slots_to_spare() -> None:
-    """Where the pool is large, those who run short get some more; others are left alone."""
+    """Where the pool is large, all get some more as soon as one runs short, and nobody does for a while."""
     batch = world(1, LARGE)
     first, second = admit(batch, prompt=10, limit=80), admit(batch, prompt=10, limit=80)
     allocator = batch.tree_cache.token_to_kv_pool_allocator
@@ -156,12 +156,27 @@ def test_slots_to_spare() -> None:
     second.kv_committed_len += 32
     reserve(batch, WIDTH)
     assert allocator.available_size() == before
+    first.kv_committed_len += 5
     second.kv_committed_len += 1
+    reserve(batch, WIDTH)
+    assert first.kv_allocated_len == 10 + 5 + WIDTH + 32
+    assert second.kv_allocated_len == 10 + 33 + WIDTH + 32
+    assert before - allocator.available_size() == 5 + 33
+    check(batch)
+
+
+def test_slots_to_spare_for_few() -> None:
+    """Where the pool has none for all, those who run short get them."""
+    batch = world(1, LARGE)
+    first, second = admit(batch, prompt=10, limit=80), admit(batch, prompt=10, limit=80)
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    reserve(batch, WIDTH)
+    first.kv_committed_len += 5
+    second.kv_committed_len += 33
+    allocator.alloc(allocator.available_size() - (WIDTH + 32 + 1))
     reserve(batch, WIDTH)
     assert first.kv_allocated_len == 10 + WIDTH + 32
     assert second.kv_allocated_len == 10 + 33 + WIDTH + 32
-    assert before - allocator.available_size() == 33
-    check(batch)
 
 
 def test_nobody_is_retracted_for_slots_to_spare() -> None:
