@@ -21,6 +21,7 @@ from sglang_dflash.round.state import RequestState
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
 from sglang_dflash.scheduler.flight import Flight
+from sglang_dflash.scheduler.order import Order
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.results import commit_round, count_last_token
 from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back, may_stray
@@ -151,6 +152,7 @@ class World:
         made = object.__new__(DFlashWorkerV2)
         made.width, made.launched_width, made.linear_states = WIDTH, WIDTH, None
         made.pace, made.flight = Pace(SimpleNamespace(world_size=1)), Flight()
+        made.order = Order("cpu", made.pace)
         made.rounds = SimpleNamespace(graphs=object())
         made.metrics = SimpleNamespace(fell_back=self.fell_back.append)
         made.parts = SimpleNamespace(state=state)
