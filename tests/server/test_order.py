@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.checks import accept_length, assert_same
+from tests.server.checks import accept_length, assert_same, counted
 from tests.server.harness import Server, running
 from tests.server.test_pool import CARELESS
 
 GRAMMAR = {"regex": r"([^#]|#{4}|\n){900,}"}
-
-
-def count_of(server: Server, what: str) -> float:
-    """Nothing is told of what never happened."""
-    lines = server.get("/metrics").text.splitlines()
-    name = f"sglang:dflash_{what}_total{{"
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +36,9 @@ def test_answers_are_the_same(
         for prompt, answer in zip(prompts, answers, strict=False):
             assert_same(answer, plain.reference(prompt), plain, prompt)
         assert accept_length(answers) > 6
-        assert count_of(server, "rounds") > 100
-        assert (count_of(server, "rounds_in_vain") > 0) == (order == "random")
+        counts = counted(server)
+        assert counts["rounds_total", ""] > 100
+        assert (counts["rounds_in_vain_total", ""] > 0) == (order == "random")
         asked = {"max_new_tokens": 100, "ignore_eos": True}
         for sampling in (asked, asked | GRAMMAR):
             body = {"text": prompts[:20], "sampling_params": {"temperature": 0} | sampling}
