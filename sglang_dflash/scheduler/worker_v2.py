@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -183,8 +184,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
             if tokens or req.finished() or req.is_retracted
         ]
         seen.sort(key=lambda each: not each[0].finished())
-        for req, tokens in seen:
-            if tokens and req.finished():
+        for req, tokens in takewhile(lambda each: each[0].finished(), seen):
+            if tokens:
                 self.order.ended(req.spec_verify_ct)
         batch.reqs, taken = [req for req, _ in seen], [tokens for _, tokens in seen]
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
