@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,20 @@ logger = logging.getLogger(__name__)
 STRAYED = "strayed"
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A round as it was launched, for others like it behind it.
+
+    Attributes:
+        adapters: of its requests; None if there are none in this server.
+    """
+
+    batch: ScheduleBatch | ModelWorkerBatch
+    plan: Plan
+    sampling: Sampling | None
+    adapters: list[str | None] | None
+
+
 class DFlashWorkerBase:
     """What SGLang's scheduler expects of a worker, whether it overlaps or not."""
 
@@ -80,6 +95,7 @@ class DFlashWorkerBase:
         self.parts = load_parts(server_args, target_worker, ranks)
         self.linear_states = self.parts.linear_states
         self.launched_width = self.width  # of the last round's blocks
+        self._launched: Launched | None = None
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args
         self.pace = Pace()
@@ -166,7 +182,7 @@ class DFlashWorkerBase:
         Returns:
             Launches the rest; see `RoundRunner.launch`.
         """
-        starts = [req.kv_committed_len + ahead for req in batch.reqs]
+        starts = _starts(batch, ahead)
         adapters = None if self.parts.adapters is None else [req.lora_id for req in batch.reqs]
         adapted = has_adapters(adapters)
         plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows, adapted)
@@ -179,25 +195,37 @@ class DFlashWorkerBase:
         prompts = self.riding.prompts_for(bounds, plan, adapted)
         boarded = 0 if prompts is None else prompts.extend_num_tokens
         takes = self.planner.milliseconds(plan, len(starts), sum(starts), boarded, adapted)
-        self.note_round(boarded, self.riding.prompt_rows, takes)
-        if prompts is not None:
-            run = partial(prefill, self.parts, self.target_worker, prompts)
-            finish, done = self.rounds.launch_with_prompts(
-                rows, bounds, width, sampling, run, plan.total, adapters
-            )
-            self.riding.done(done)
-            self.metrics.ran_prompts(prompts.extend_num_tokens, IN_ROUNDS)
-        else:
-            ends = zip(batch.reqs, starts, strict=True)
-            cut = any(start + width > slot_limit(req) for req, start in ends)
-            finish = self.rounds.launch(rows, bounds, width, sampling, cut, plan.total, adapters)
+        self._launched = Launched(batch, plan, sampling, adapters)
+        self.note_round(plan, boarded, self.riding.prompt_rows, takes)
+        if prompts is None:
+            return self.launch_again(ahead)
+        run = partial(prefill, self.parts, self.target_worker, prompts)
+        finish, done = self.rounds.launch_with_prompts(
+            rows, bounds, width, sampling, run, plan.total, adapters
+        )
+        self.riding.done(done)
+        self.metrics.ran_prompts(prompts.extend_num_tokens, IN_ROUNDS)
         self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
 
-    def note_round(self, boarded: int, prompt_rows: int, takes: float | None) -> None:
+    def launch_again(self, ahead: int) -> Finish:
+        """Launches a round like the last one, without prompts; see `launch_round`."""
+        last = self._launched
+        batch, plan, starts = last.batch, last.plan, _starts(last.batch, ahead)
+        ends = zip(batch.reqs, starts, strict=True)
+        cut = any(start + plan.width > slot_limit(req) for req, start in ends)
+        rows, bounds = batch.req_pool_indices, torch.tensor(starts)
+        finish = self.rounds.launch(
+            rows, bounds, plan.width, last.sampling, cut, plan.total, last.adapters
+        )
+        self.metrics.launched(plan.reason, plan.rows(len(starts)))
+        return partial(self._finish, finish)
+
+    def note_round(self, plan: Plan, boarded: int, prompt_rows: int, takes: float | None) -> None:
         """A round is about to be launched.
 
         Args:
+            plan: of it.
             boarded: rows of prompts in the same pass.
             prompt_rows: the same in the same step of the scheduler.
             takes: milliseconds of the round and those in its pass, if they are known.
@@ -288,3 +316,8 @@ class DFlashWorkerBase:
         if self.rounds.disturbed and self._aside is None:
             self.planner.take(self._costs())
         give_memory_back()
+
+
+def _starts(batch: ScheduleBatch | ModelWorkerBatch, ahead: int) -> list[int]:
+    """Where blocks of a decode batch begin at most; see `DFlashWorkerBase.launch_round`."""
+    return [req.kv_committed_len + ahead for req in batch.reqs]

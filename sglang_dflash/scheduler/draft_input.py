@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,17 @@ class DFlashDraftInput(SpecInput):
 
     Attributes:
         width: of the widest block that the next round may have.
-        in_flight: tokens that a round or a prefill whose result the host has not seen yet commits at most.
+        in_flight: tokens that rounds or a prefill whose result the host has not seen yet commit at most.
         new_seq_lens: [bs] int64, what the overlapped scheduler takes as the batch's lengths.
+        choose_rounds: says of a batch how many rounds its next step has; None if it has one.
+        rounds: as it said.
     """
 
     width: int
     in_flight: int = 0
     new_seq_lens: torch.Tensor | None = None
+    choose_rounds: Callable[[ScheduleBatch], int] | None = None
+    rounds: int = 1
 
     # The overlapped scheduler waits on this event if there is one. There is none: the host never
     # needs the result of the round that was just launched.
@@ -41,8 +45,8 @@ class DFlashDraftInput(SpecInput):
 
     @property
     def lookahead(self) -> int:
-        """Tokens beyond those known to be committed that the next round may run."""
-        return self.in_flight + self.width
+        """Tokens beyond those known to be committed that the next step may run."""
+        return self.in_flight + self.rounds * self.width
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return 1, 1
@@ -59,5 +63,7 @@ class DFlashDraftInput(SpecInput):
         return slots_required(reqs, page_size, self.lookahead)
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Called by the overlapped scheduler before it launches the next round."""
+        """Called by the overlapped scheduler before it launches the next step."""
+        if self.choose_rounds is not None:
+            self.rounds = self.choose_rounds(batch)
         reserve(batch, self.lookahead)

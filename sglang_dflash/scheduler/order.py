@@ -1,9 +1,13 @@
-"""Whether a result is looked at before what comes next is chosen and launched, or after.
+"""How many rounds a step has, and whether its results are looked at before what comes next is chosen, or after.
 
 A scheduler that overlaps launches first, so that the device computes while the host works. But then everybody is seen a
 step of the host later: an answer of n rounds takes n + 2 steps, where it would take n + 1. Looking first makes each of
 them longer by what the host waits for the device. So that is better where it waits less in n + 1 steps than one of them
 takes, as with a very small model; and on a CPU, where the host computes the rounds itself.
+
+There the device waits for the host in turn. All that a round needs of the one before it is on the device, so several
+can be launched in one step, of which all but the first cost the host a part of a step only. An answer then takes fewer
+of them, the last of which has rounds in vain: (n + (rounds - 1) / 2) / rounds.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ if TYPE_CHECKING:
 
     from sglang_dflash.scheduler.pace import Pace
 
-# For tests and measurements: one order always, or both at random, the same on all ranks.
-ORDER = "SGLANG_DFLASH_ORDER"
+# For tests and measurements: one order always, or both at random; one number of rounds, or each at random. The same on
+# all ranks.
+ORDER, ROUNDS = "SGLANG_DFLASH_ORDER", "SGLANG_DFLASH_STEP_ROUNDS"
 AHEAD, FIRST, RANDOM = "ahead", "first", "random"
 
+MOST_ROUNDS = 4  # of a step
 _KEPT = 64  # answers whose rounds count
 # The part of a step behind a round's first launch: the others, and looking for requests. Meanwhile the device computes.
 _BEHIND = 0.25
@@ -41,38 +47,69 @@ class Order:
             pace: of the host.
 
         Raises:
-            DFlashError: `SGLANG_DFLASH_ORDER` names no order.
+            DFlashError: `SGLANG_DFLASH_ORDER` names no order, or `SGLANG_DFLASH_STEP_ROUNDS` no number of rounds.
         """
-        self._pace, self._named = pace, _named(device)
-        self._rounds: deque[int] = deque(maxlen=_KEPT)
+        self._pace, self._named, self._number = pace, _named(device), _numbered()
+        self._ended: deque[int] = deque(maxlen=_KEPT)
+        # Of what was launched last, and of the last round without prompts.
         self._takes: float | None = None
-        self._prompts = False
+        self._round_takes: float | None = None
+        self._prompts, self._launched = False, 1
 
-    def launched(self, takes: float | None, prompts: bool = False) -> None:
+    def launched(self, takes: float | None, prompts: bool = False, rounds: int = 1) -> None:
         """Something is launched.
 
         Args:
-            takes: milliseconds of it on the device; None if nobody knows.
+            takes: milliseconds of it on the device, of each round if it is rounds; None if nobody knows.
             prompts: whether it is a round with prompts.
+            rounds: how many.
         """
-        self._takes, self._prompts = takes, prompts
+        self._takes, self._prompts, self._launched = takes, prompts, rounds
+        if takes is not None and not prompts:
+            self._round_takes = takes
 
     def ended(self, rounds: int) -> None:
         """A request has ended, after so many rounds."""
-        self._rounds.append(rounds)
+        self._ended.append(rounds)
 
     def looks_first(self) -> bool:
         """Whether the result of what was launched last is looked at before anything is chosen."""
         if self._named is not None:
             return self._named()
-        if self._takes is None or not self._rounds:
+        if self._takes is None or not self._ended:
             return False
-        host, steps = self._pace.of(self._prompts), 1 + sum(self._rounds) / len(self._rounds)
-        return steps * max(0.0, self._takes - _BEHIND * host) < host
+        rounds = self._launched
+        host = self._pace.of_several(rounds, self._prompts)
+        return self._steps(rounds) * _waits(host, rounds * self._takes) < host
+
+    def rounds(self) -> int:
+        """How many the next step has, if nothing else is against it."""
+        if self._number is not None:
+            return self._number()
+        takes = self._round_takes
+        if takes is None or not self._ended:
+            return 1
+        numbers = range(1, MOST_ROUNDS + 1)
+        return min(numbers, key=lambda number: self._answer(number, number * takes))
+
+    def _answer(self, rounds: int, device: float) -> float:
+        """Milliseconds of an answer in steps of so many rounds, which take the device so long, in the better order."""
+        host, steps = self._pace.of_several(rounds, False), self._steps(rounds)
+        return min(steps * (host + _waits(host, device)), (steps + 1) * max(host, device))
+
+    def _steps(self, rounds: int) -> float:
+        """Of an answer in steps of so many rounds, looked at first."""
+        number = sum(self._ended) / len(self._ended)
+        return 1 + (number + (rounds - 1) / 2) / rounds
+
+
+def _waits(host: float, device: float) -> float:
+    """Milliseconds that the host waits in a step for results that it looks at first."""
+    return max(0.0, device - _BEHIND * host)
 
 
 def _named(device: str) -> Callable[[], bool] | None:
-    """What says it where nothing is to be found out."""
+    """What says the order where nothing is to be found out."""
     name = os.environ.get(ORDER) or (FIRST if device == "cpu" else None)
     if name == RANDOM:
         draws = random.Random(0)
@@ -82,6 +119,19 @@ def _named(device: str) -> Callable[[], bool] | None:
             f"{ORDER} is {name!r}: set it to {AHEAD}, {FIRST} or {RANDOM}, or not at all."
         )
     return None if name is None else lambda: name == FIRST
+
+
+def _numbered() -> Callable[[], int] | None:
+    """The same of the number of rounds."""
+    number = os.environ.get(ROUNDS) or None
+    if number == RANDOM:
+        draws = random.Random(0)
+        return lambda: draws.randint(1, MOST_ROUNDS)
+    if number not in (None, *map(str, range(1, MOST_ROUNDS + 1))):
+        raise DFlashError(
+            f"{ROUNDS} is {number!r}: set it to 1, 2, 3, {MOST_ROUNDS} or {RANDOM}, or not at all."
+        )
+    return None if number is None else lambda: int(number)
 
 
 def choose_in_order(scheduler: Scheduler) -> None:

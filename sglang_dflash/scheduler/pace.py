@@ -19,6 +19,7 @@ from sglang_dflash.device_waits import WAITS
 
 _KEPT = 32  # steps that count
 _OUTLIER = 2.0  # medians that a step counts at most: many prompts at once, collections of garbage, a slow log
+_FURTHER = 0.25  # of a step that a further round in it takes, until it was measured
 # Rounds after which all ranks take what the first one has measured, so that all plan alike; a rank alone is sooner.
 _SHARED_EVERY, _TAKEN_EVERY = 32, 8
 
@@ -35,7 +36,9 @@ class Pace:
     """Milliseconds of the host for the last steps, what it waits for the device aside.
 
     Attributes:
-        alone, with_prompts: [steps] each, of steps without and with prompts in their round. The same on all ranks.
+        alone, with_prompts: [steps] each, of steps without and with prompts in their round, what further rounds in them
+            take aside. The same on all ranks.
+        further: [steps], of each further round of those that had any. The same on all ranks.
         in_a_row: whether a round that is launched with nothing in flight follows the last one all the same, because the
             host has looked at that one's result first.
     """
@@ -45,13 +48,14 @@ class Pace:
         Args:
             group: the ranks that plan alike; None for SGLang's.
         """
-        self.alone = self.with_prompts = np.zeros(0)
+        self.alone = self.with_prompts = self.further = np.zeros(0)
         self.in_a_row = False
         self._group = group or get_tp_group()
-        self._measured: list[deque[float]] = [deque(maxlen=_KEPT), deque(maxlen=_KEPT)]
+        self._measured: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(3)]
         self._launched = self._pending = 0
         # When the last round was launched, what had been waited until then, and whether prompts were in it.
         self._last: tuple[float, float, bool] | None = None
+        self._aside = 0.0  # seconds of further rounds since then
 
     def launch(self, prompts: bool | None) -> None:
         """A round is about to be launched.
@@ -64,8 +68,9 @@ class Pace:
         # Else the scheduler did something else since, or nothing.
         if (self._pending or self.in_a_row) and self._last is not None:
             begin, before, had_prompts = self._last
-            self._note(1e3 * (now - begin - (waited - before)), had_prompts)
+            self._note(1e3 * (now - begin - (waited - before) - self._aside), had_prompts)
         self._last = None if prompts is None else (now, waited, prompts)
+        self._aside = 0.0
         self._pending += 1
         self._launched += 1
         if self._group.world_size == 1:
@@ -75,13 +80,27 @@ class Pace:
             self._take(self._group.broadcast_object(self._measured, src=0))
 
     def landed(self) -> None:
-        """The host has looked at a round's result."""
+        """The host has looked at the result of what was launched together."""
         self._pending -= 1
+
+    def more(self, seconds: float) -> None:
+        """So long the host has just been at work for further rounds of a step."""
+        self._aside += seconds
+
+    def took_further(self, seconds: float) -> None:
+        """The host needed so long for one further round, from its launch to its tokens."""
+        self._measured[2].append(1e3 * seconds)
 
     def of(self, prompts: bool) -> float:
         """Milliseconds of steps with prompts or without, in the mean; 0 until one was measured."""
         steps = self.with_prompts if prompts else self.alone
         return float(steps.mean()) if len(steps) else 0.0
+
+    def of_several(self, rounds: int, prompts: bool) -> float:
+        """Milliseconds of a step of so many rounds, in the mean; 0 until one was measured."""
+        one = self.of(prompts)
+        each = float(self.further.mean()) if len(self.further) else _FURTHER * one
+        return one + (rounds - 1) * each
 
     def of_steps(self, device: np.ndarray, prompts: bool) -> np.ndarray:
         """Milliseconds that steps take in the mean, by the device's of them: [n] float64 → [n] float64.
@@ -93,7 +112,7 @@ class Pace:
         return np.maximum(device[:, None], steps).mean(axis=1) if len(steps) else device
 
     def _take(self, measured: Sequence[Sequence[float]]) -> None:
-        self.alone, self.with_prompts = map(_usual, measured)
+        self.alone, self.with_prompts, self.further = map(_usual, measured)
 
     def _note(self, took: float, prompts: bool) -> None:
         self._measured[prompts].append(took)

@@ -34,10 +34,12 @@ class Riding:
     Attributes:
         slowdown: how much longer a round may take because of prompts, as a part of what it takes without; 0 if
             prompts run alone.
+        boards: whether slots are reserved at present for a round beside prompts: one, as there are slots for.
     """
 
     def __init__(self, slowdown: float, rounds: RoundRunner, planner: WholeBlocks):
         self.slowdown, self._rounds, self._planner = slowdown, rounds, planner
+        self.boards = False
         self._prompts: ScheduleBatch | None = None
         self._done: GenerationBatchResult | None = None
 
@@ -64,7 +66,11 @@ class Riding:
             return None
         if not _leaves_enough(scheduler, batch.new_tokens_required_next_decode(living)):
             return None
-        scheduler.running_batch = scheduler.update_running_batch(batch)
+        self.boards = True
+        try:
+            scheduler.running_batch = scheduler.update_running_batch(batch)
+        finally:
+            self.boards = False
         return scheduler.running_batch
 
     def chunk_size(self, scheduler: Scheduler, size: int | None) -> int | None:

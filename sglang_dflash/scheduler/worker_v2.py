@@ -7,10 +7,11 @@ What the host needs it knows as upper bounds; what it does not know stays on the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -18,19 +19,43 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dflash.device_waits import Awaited
 from sglang_dflash.round.linear_states import RoundStates
-from sglang_dflash.round.run import Finish
+from sglang_dflash.round.run import Finish, RoundResult
 from sglang_dflash.scheduler.base import DFlashWorkerBase
+from sglang_dflash.scheduler.choices import PROBE, Plan
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
 from sglang_dflash.scheduler.flight import Flight
 from sglang_dflash.scheduler.order import Order
+from sglang_dflash.scheduler.several import may_be_several, with_slots
 from sglang_dflash.scheduler.trust import begin_anew, choose_masks, go_back
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, Req, ScheduleBatch
 
 # Why an overlapped round, or its draws, waited for the result of the one before.
 SLOTS, HISTORY = "slots", "history"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Of a round that is not the last one of its step, on the host once the step's result is.
+
+    Attributes:
+        tokens, lengths: as in `Accepted`.
+        expected: as in `RoundResult`.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    expected: torch.Tensor | None
+
+    @classmethod
+    def of(cls, result: RoundResult) -> Copied:
+        """On its way, before another round writes to the same memory."""
+        tokens, lengths = result.accepted.tokens, result.accepted.lengths
+        tokens, lengths = (each.to("cpu", non_blocking=True) for each in (tokens, lengths))
+        return cls(tokens, lengths, result.expected)
 
 
 @dataclass
@@ -39,9 +64,13 @@ class RoundInFlight(GenerationBatchResult):
 
     Attributes:
         batch: whose tensors are read until the result is there.
+        earlier: rounds of the same step before this one.
+        launching: seconds in which the host launched all but the first of them.
     """
 
     batch: ModelWorkerBatch | None = None
+    earlier: list[Copied] = field(default_factory=list)
+    launching: float = 0.0
 
     def copy_to_cpu(self, return_logprob: bool) -> None:
         super().copy_to_cpu(return_logprob)
@@ -53,11 +82,12 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     A round is four calls of the scheduler, in this order: must_wait → reserve (`DFlashDraftInput`) →
     round (`forward_batch_generation`) → commit (`resolve`), the last one when the next is launched.
+    Where the host is the slower one, each of them is for several rounds.
     """
 
     def __init__(self, *args, **ranks):
         super().__init__(*args, **ranks)
-        self.flight, self._late = Flight(), False
+        self.flight, self._late, self._rounds = Flight(), False, 1
         self.order = Order(self._server_args.device, self.pace)
         if self.linear_states is not None:
             self.linear_states.hand_on_in_order()
@@ -76,14 +106,24 @@ class DFlashWorkerV2(DFlashWorkerBase):
         if self.linear_states is not None:
             self.linear_states.launched()
 
-    def note_round(self, boarded: int, prompt_rows: int, takes: float | None) -> None:
+    def note_round(self, plan: Plan, boarded: int, prompt_rows: int, takes: float | None) -> None:
         apart = boarded < prompt_rows
+        if prompt_rows or self._late or plan.reason == PROBE:
+            self._rounds = 1
         self.pace.launch(None if apart else boarded > 0)
-        self.flight.launch(None if apart or self._late else takes)
-        self.order.launched(None if apart else takes, boarded > 0)
+        unknown = apart or self._late or takes is None
+        self.flight.launch(None if unknown else takes * self._rounds)
+        self.order.launched(None if apart else takes, boarded > 0, self._rounds)
 
     def note_prompts(self) -> None:
         self.order.launched(None)
+
+    def choose_rounds(self, batch: ScheduleBatch) -> int:
+        """How many the next step has, over a decode batch for which slots are about to be reserved."""
+        rounds = 1 if self.riding.boards else self.order.rounds()
+        if rounds == 1 or self.linear_states is not None or not may_be_several(batch.reqs):
+            return 1
+        return with_slots(batch, rounds)
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -103,7 +143,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         return True
 
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
-        """Launches a prefill, or one round over a decode batch; waits for neither.
+        """Launches a prefill, or a step's rounds over a decode batch; waits for neither.
 
         Where draws need all earlier tokens on the host, the scheduler looks at the pending result before it has
         the rest of the round launched (`delay_sample_func`), while the target runs.
@@ -114,19 +154,22 @@ class DFlashWorkerV2(DFlashWorkerBase):
             self._trust(batch.reqs)
         self._late = late = waits_for_history(batch.reqs)
         for req in batch.reqs:
-            req.results_in_flight = getattr(req, "results_in_flight", 0) + 1
             req.host_waits = late and self._server_args.enable_hierarchical_cache
         if batch.forward_mode.is_extend():
+            _launched(batch.reqs)
             result = self.prefill(batch)
             result.next_draft_input = self._next_input(batch, 1)
             self.note_launched()
             return result
 
         # The round before this one may still be running.
-        states = self.states_of(batch)
-        finish = self.launch_round(batch, ahead=batch.spec_info.in_flight)
-        next_input = self._next_input(batch, self.launched_width)
-        launched = RoundInFlight(next_draft_input=next_input, batch=batch)
+        states, ahead = self.states_of(batch), batch.spec_info.in_flight
+        self._rounds = batch.spec_info.rounds
+        finish = self.launch_round(batch, ahead)
+        launched = RoundInFlight(batch=batch)
+        finish = self._launch_further(launched, finish, ahead)
+        _launched(batch.reqs, self._rounds)
+        launched.next_draft_input = self._next_input(batch, self._rounds * self.launched_width)
         rest = partial(self._launch_rest, launched, finish, states)
         if late:
             self.metrics.fell_back(HISTORY)
@@ -134,9 +177,31 @@ class DFlashWorkerV2(DFlashWorkerBase):
             return launched
         return rest()
 
+    def _launch_further(self, launched: RoundInFlight, finish: Finish, ahead: int) -> Finish:
+        """All rounds of a step but the last one's rest.
+
+        Args:
+            finish: launches the rest of the first one.
+            ahead: as of `launch_round`.
+        """
+        if self._rounds == 1:
+            return finish
+        begin = time.perf_counter()
+        for further in range(1, self._rounds):
+            launched.earlier.append(Copied.of(finish()))
+            finish = self.launch_again(ahead + further * self.launched_width)
+        launched.launching = time.perf_counter() - begin
+        self.pace.more(launched.launching)
+        return finish
+
     def _next_input(self, batch: ModelWorkerBatch, in_flight: int) -> DFlashDraftInput:
         """Of the round after what was just launched, which commits at most so many tokens."""
-        return DFlashDraftInput(self.width, in_flight, new_seq_lens=batch.seq_lens)
+        return DFlashDraftInput(
+            self.width,
+            in_flight,
+            new_seq_lens=batch.seq_lens,
+            choose_rounds=self.choose_rounds,
+        )
 
     def _trust(self, reqs: Sequence[Req]) -> None:
         """Before a round: which requests have masks in it, and where those that have strayed go on."""
@@ -165,18 +230,21 @@ class DFlashWorkerV2(DFlashWorkerBase):
         return launched
 
     def resolve(self, result: GenerationBatchResult, batch: ScheduleBatch) -> list[list[int]]:
-        """Commits a round to its requests, now that its result is on the host; the tokens of each.
+        """Commits a step's rounds to their requests, now that their result is on the host; the tokens of each.
 
         Those that took none and go on leave `batch`, a copy that the scheduler made for its result: there is nothing
         for it to do about them. Those that have ended come first, so that their clients can ask again soonest.
         """
-        _landed(batch.reqs)
         self.pace.landed()
         self.flight.landed()
+        earlier = self._commit_earlier(result, batch.reqs) if result.earlier else ()
+        _landed(batch.reqs)
         lengths = result.accept_lens
         tokens = result.next_token_ids.view(len(lengths), -1)
         taken = self.commit(batch.reqs, tokens, lengths, result.logits_output, result.expected)
-        result.num_rounds = sum(map(bool, taken))
+        rounds = [*earlier, taken]
+        result.num_rounds = sum(bool(tokens) for taken in rounds for tokens in taken)
+        taken = [list(chain(*tokens)) for tokens in zip(*rounds, strict=True)] if earlier else taken
         result.num_accepted_tokens = sum(map(len, taken)) - result.num_rounds
         seen = [
             (req, tokens)
@@ -191,9 +259,30 @@ class DFlashWorkerV2(DFlashWorkerBase):
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
         return taken
 
+    def _commit_earlier(self, result: RoundInFlight, reqs: Sequence[Req]) -> list[list[list[int]]]:
+        """What each request took of each round of a step before the last one."""
+        begin, taken = time.perf_counter(), []
+        for each in result.earlier:
+            _landed(reqs)
+            running = [req for req in reqs if not req.finished()]
+            taken.append(self.commit(reqs, each.tokens, each.lengths, None, each.expected))
+            for req in running:
+                if req.finished():
+                    req.last_was_draft = True  # a round behind has run its last token
+        took = time.perf_counter() - begin
+        self.pace.more(took)
+        self.pace.took_further((took + result.launching) / len(result.earlier))
+        return taken
+
     def first_tokens(self, reqs: Sequence[Req], tokens: list[int]) -> list[int]:
         _landed(reqs)
         return super().first_tokens(reqs, tokens)
+
+
+def _launched(reqs: Iterable[Req], results: int = 1) -> None:
+    """So many results of these requests are on their way."""
+    for req in reqs:
+        req.results_in_flight = getattr(req, "results_in_flight", 0) + results
 
 
 def _landed(reqs: Iterable[Req]) -> None:

@@ -1,4 +1,5 @@
-"""The overlapped worker where it looks at results first, as on any user's CPU, or now and then."""
+"""The overlapped worker where it looks at results first, as on any user's CPU, or now and then, and has several rounds
+in a step."""
 
 from __future__ import annotations
 
@@ -10,25 +11,35 @@ from tests.server.checks import accept_length, assert_same, counted
 from tests.server.harness import Server, running
 from tests.server.test_pool import CARELESS
 
+CHUNKS, PAGES = ("--chunked-prefill-size", "32"), ("--page-size", "16")
 GRAMMAR = {"regex": r"([^#]|#{4}|\n){900,}"}
 
 
 @pytest.mark.parametrize(
-    ("order", "chunks"),
+    ("order", "rounds", "arguments"),
     [
-        ("first", ()),
-        ("first", ("--chunked-prefill-size", "32")),
-        ("random", ("--chunked-prefill-size", "32")),
+        ("first", "1", ()),
+        ("first", "1", CHUNKS),
+        ("random", "1", CHUNKS),
+        ("first", "2", ()),
+        ("ahead", "4", PAGES),
+        ("random", "random", CHUNKS),
     ],
-    ids=["first", "first-chunks", "random-chunks"],
+    ids=["first", "first-chunks", "random-chunks", "two", "four", "random"],
 )
 def test_answers_are_the_same(
-    order: str, chunks: tuple[str, ...], logs: Path, plain: Server, prompts: list[str]
+    order: str,
+    rounds: str,
+    arguments: tuple[str, ...],
+    logs: Path,
+    plain: Server,
+    prompts: list[str],
 ) -> None:
     """Plain decoding's, also with grammars and in a pool too small. None of its rounds is in vain if none is ahead."""
-    arguments = (*chunks, "--max-total-tokens", "900", "--enable-metrics")
-    variables = CARELESS | {"SGLANG_DFLASH_ORDER": order}
-    log = logs / f"order-{order}-{len(chunks)}.log"
+    name = f"order-{order}-{rounds}-{len(arguments)}"
+    arguments = (*arguments, "--max-total-tokens", "900", "--enable-metrics")
+    variables = CARELESS | {"SGLANG_DFLASH_ORDER": order, "SGLANG_DFLASH_STEP_ROUNDS": rounds}
+    log = logs / f"{name}.log"
     with running(
         log, *arguments, "--reasoning-parser", "qwen3", worker="v2", **variables
     ) as server:
@@ -38,7 +49,7 @@ def test_answers_are_the_same(
         assert accept_length(answers) > 6
         counts = counted(server)
         assert counts["rounds_total", ""] > 100
-        assert (counts["rounds_in_vain_total", ""] > 0) == (order == "random")
+        assert (counts["rounds_in_vain_total", ""] > 0) == ((order, rounds) != ("first", "1"))
         asked = {"max_new_tokens": 100, "ignore_eos": True}
         for sampling in (asked, asked | GRAMMAR):
             body = {"text": prompts[:20], "sampling_params": {"temperature": 0} | sampling}

@@ -9,18 +9,32 @@ import pytest
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
-from sglang_dflash.scheduler.order import AHEAD, FIRST, ORDER, RANDOM, Order, choose_in_order
+from sglang_dflash.scheduler.order import (
+    AHEAD,
+    FIRST,
+    ORDER,
+    RANDOM,
+    ROUNDS,
+    Order,
+    choose_in_order,
+)
 
 
-def order(device: str = "cuda", host: float = 5.0, beside_prompts: float = 9.0) -> Order:
-    """With a host that takes so many milliseconds for a step."""
-    pace = SimpleNamespace(of=lambda prompts: beside_prompts if prompts else host)
-    return Order(device, pace)
+def order(
+    device: str = "cuda", host: float = 5.0, beside_prompts: float = 9.0, further: float = 1.0
+) -> Order:
+    """With a host that takes so many milliseconds for a step, and for each further round of one."""
+
+    def of_several(rounds: int, prompts: bool) -> float:
+        return (beside_prompts if prompts else host) + (rounds - 1) * further
+
+    return Order(device, SimpleNamespace(of_several=of_several))
 
 
 @pytest.fixture(autouse=True)
 def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ORDER, raising=False)
+    monkeypatch.delenv(ROUNDS, raising=False)
 
 
 def test_ten_waits_beside_a_step() -> None:
@@ -74,6 +88,58 @@ def test_a_named_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn[0] == drawn[1] and 10 < sum(drawn[0]) < 40
     monkeypatch.setenv(ORDER, "last")
     with pytest.raises(DFlashError, match="'last': set it to ahead, first or random"):
+        order()
+
+
+def test_rounds_of_a_step() -> None:
+    """As many as the device computes while the host is at work for them, if answers are not too short."""
+    several = order()
+    assert several.rounds() == 1
+    several.launched(0.5)
+    assert several.rounds() == 1
+    for _ in range(64):
+        several.ended(20)
+    assert several.rounds() == 4
+    several.launched(0.1, prompts=True)
+    assert several.rounds() == 4  # beside prompts rounds take longer, or none is known
+    several.launched(None)
+    assert several.rounds() == 4
+    several.launched(2.9)
+    assert several.rounds() == 2  # 11.25 steps of 6 ms instead of 22 of 5
+    several.launched(5.0)
+    assert several.rounds() == 1
+    dear = order(further=4.9)
+    dear.launched(0.1)
+    for _ in range(64):
+        dear.ended(3)
+    assert dear.rounds() == 1
+    for _ in range(64):
+        dear.ended(1000)
+    assert dear.rounds() > 1
+
+
+def test_looking_at_several_rounds_first() -> None:
+    """What is waited for are all of them, and answers have fewer steps."""
+    first = order()
+    for _ in range(64):
+        first.ended(40)
+    first.launched(1.4)
+    assert not first.looks_first()  # 41 waits of 0.15 ms
+    first.launched(1.4, rounds=4)  # 11 waits of 3.6 ms, and a step has 8
+    assert not first.looks_first()
+    first.launched(0.6, rounds=4)  # 11 waits of 0.4
+    assert first.looks_first()
+
+
+def test_a_named_number_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROUNDS, "3")
+    assert order("cpu").rounds() == 3
+    monkeypatch.setenv(ROUNDS, RANDOM)
+    ranks = order(), order()
+    drawn = [[rank.rounds() for _ in range(50)] for rank in ranks]
+    assert drawn[0] == drawn[1] and {*drawn[0]} == {1, 2, 3, 4}
+    monkeypatch.setenv(ROUNDS, "5")
+    with pytest.raises(DFlashError, match="'5': set it to 1, 2, 3, 4 or random"):
         order()
 
 

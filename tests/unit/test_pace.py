@@ -110,14 +110,14 @@ def test_ranks_take_the_time_of_the_first(clock: Clock) -> None:
 
     def broadcast(measured: list[deque[float]], src: int) -> list[list[float]]:
         told.append(([list(steps) for steps in measured], src))
-        return [[4.0, 5.0], [6.0]]
+        return [[4.0, 5.0], [6.0], [1.0]]
 
     pace = Pace(SimpleNamespace(world_size=2, broadcast_object=broadcast))
     steps(pace, clock, 31, 3.0, 8.0, False)
     assert not told and pace.of(False) == 0.0
     steps(pace, clock, 1, 3.0, 8.0, False)
     [(measured, src)] = told
-    assert measured == [pytest.approx([3.0] * 31), []] and src == 0
+    assert measured == [pytest.approx([3.0] * 31), [], []] and src == 0
     assert (pace.of(False), pace.of(True)) == (4.5, 6.0)
 
 
@@ -134,3 +134,18 @@ def test_rounds_in_a_row(clock: Clock) -> None:
             clock.passes(1.0)
     # Three of eight rounds followed another at once, after 3 ms, 4 and 3.
     assert pace.alone.tolist() == pytest.approx([3.0, 3.0, 4.0])
+
+
+def test_further_rounds_of_a_step(clock: Clock) -> None:
+    """What they take is none of what a step of one round takes; a quarter of that, until it was measured."""
+    pace = Pace(ALONE)
+    steps(pace, clock, 50, 4.0, 0.0, False)
+    assert pace.of_several(1, False) == pytest.approx(4.0)
+    assert pace.of_several(3, False) == pytest.approx(6.0)
+    for _ in range(50):
+        steps(pace, clock, 1, 4.0, 0.0, False)
+        clock.passes(3.0)
+        pace.more(3e-3)
+        pace.took_further(1.5e-3)
+    assert pace.of(False) == pytest.approx(4.0)
+    assert pace.of_several(3, False) == pytest.approx(7.0)

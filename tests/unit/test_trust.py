@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from sglang_dflash.drawing.grammar import allowed, is_allowed, refuses_what_it_masks
 from sglang_dflash.drawing.not_finite import NOT_FINITE
 from sglang_dflash.round.state import RequestState
+from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
 from sglang_dflash.scheduler.flight import Flight
@@ -161,7 +162,7 @@ class World:
         )
 
         def launch_round(batch, ahead: int):
-            made.note_round(0, 0, None)
+            made.note_round(Plan(8), 0, 0, None)
             return self.target.round(batch.reqs[0])
 
         made.launch_round = launch_round
