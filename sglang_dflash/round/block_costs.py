@@ -22,7 +22,7 @@ def costs_of_blocks(
         least: milliseconds of a pass of the target over the fewest rows; None for those of a round that drafts nothing.
     """
     times, quiet = rounds.times()
-    narrow, quiet_drafts = rounds.narrow_times()
+    narrow = [width for width in rounds.narrow if width in times]
     draft, whole = times[rounds.widths[-1]]
     plain = together(*times[rounds.widths[0]])
     # The fewest rows take as long as it takes to read the weights.
@@ -37,10 +37,9 @@ def costs_of_blocks(
         ragged=nothing,
         head=nothing,
         context=key_bytes * (plain.times[0] if least is None else least) / weights,
-        narrow=narrow,
-        uniform={width: together(*times[width]) for width in rounds.widths[-2:0:-1]},
+        narrow={width: times[width][0] for width in narrow},
+        uniform={width: together(*times[width]) for width in (*narrow, *rounds.widths[-2:0:-1])},
     )
-    quiet = quiet and quiet_drafts
     return costs, quiet and all(map(orderly, zip(plain.times, whole.times, strict=True)))
 
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,16 +56,13 @@ def milliseconds(runs: Sequence[Callable[[], object]]) -> Times:
 
 
 def _time(run: Callable[[], object]) -> list[float]:
-    run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
-    for _ in range(_TIMES):
-        begin.record()
+    """One run behind the other, so that the host has launched each before the device is there, as it has rounds."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMES + 1)]
+    for event in events:
         run()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return found
+        event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(events)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class Costs:
         by_requests: `ragged` of few requests, prompts beside blocks included, by the most that they are, the fewest
             first; of some sizes, the smallest.
         narrow: `draft` of narrower blocks, by their width, the widest first; from so many requests on as it has.
-        uniform: all of a round of narrower blocks whose rows are all verified, likewise; for targets without `ragged`.
+        uniform: all of a round of narrower blocks whose rows are all verified, likewise.
         adapters: what LoRA adapters of its requests add to a round.
     """
 

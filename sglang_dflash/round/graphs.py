@@ -6,9 +6,8 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from sglang_dflash.round.captured_models import (
     CapturedTarget,
     CapturedWindowedModel,
 )
-from sglang_dflash.round.capturing import captured, capturing, warm_up
+from sglang_dflash.round.capturing import capturing, warm_up
 from sglang_dflash.round.costs import Staircase, milliseconds, orderly
 from sglang_dflash.round.fused import fuse_adapted, fuse_models
 from sglang_dflash.round.opened import Round
@@ -70,27 +69,18 @@ class Proposed:
 
 
 @dataclass(frozen=True)
-class CapturedDrafts:
-    """The first stage of a round, and what it writes, which the next round overwrites.
+class Captured:
+    """All stages of a round, and what they write, which the next round overwrites.
 
     Attributes:
         read: models whose tensors the graphs read.
+        propose, verify, greedy: the parts of a round, the last without draws.
+        told: what `Survival.learn` gives in the last; None if nobody asks.
     """
 
     read: tuple[CapturedModel, CapturedModel]
     propose: torch.cuda.CUDAGraph
     drafted: Proposed
-
-
-@dataclass(frozen=True)
-class Captured(CapturedDrafts):
-    """All stages of a round, likewise.
-
-    Attributes:
-        verify, greedy: the other parts of a round, the last without draws.
-        told: what `Survival.learn` gives in the last; None if nobody asks.
-    """
-
     verify: torch.cuda.CUDAGraph
     blocks: Blocks
     greedy: torch.cuda.CUDAGraph
@@ -130,8 +120,7 @@ class RoundGraphs:
         """
         Args:
             survival: what says how likely drafts are to be accepted; None if nobody asks.
-            narrow: widths of blocks that are drafted, too, where they are drafted faster. Of those `PromptGraphs`
-                verifies what pays.
+            narrow: widths that blocks may have, too, where they are drafted faster.
             passes: rows of those that `PromptGraphs` has.
         """
         self.parts, self.attention, self.survival = parts, attention, survival
@@ -147,15 +136,17 @@ class RoundGraphs:
         self.cache_lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         pages = -(-parts.req_to_token.shape[1] // self.page_size)
         self.page_table = torch.zeros(largest, pages, dtype=torch.int32, device=device)
-        self._graphs: dict[Key, Captured | CapturedDrafts] = {}
-        rows = {size * width for size in self.sizes for width in self.widths} | {*passes}
+        self._graphs: dict[Key, Captured] = {}
+        kinds = [(self.sizes, w) for w in self.widths]
+        kinds += [(dear_sizes(self.sizes, w), w) for w in self.narrow]
+        rows = {size * width for sizes, width in kinds for size in sizes} | {*passes}
         self.body = fuse_models(parts, *attention, largest, self.widths[-1], rows)
         self.adapted_body: Body | None = None
         self.pool = torch.cuda.graph_pool_handle()
-        self._capture_all("rounds", self._keys(self.sizes, self.widths), self._capture)
+        self._capture_all("rounds", self._keys(self.sizes, self.widths))
         narrow = [key for w in self.narrow for key in self._keys(dear_sizes(self.sizes, w), [w])]
-        if narrow := [key for key in narrow if key not in self._graphs]:
-            self._capture_all("drafts of narrower blocks", narrow, self._capture_drafts)
+        if narrow:
+            self._capture_all("rounds of narrower blocks", narrow)
 
     def key(self, start_bounds: torch.Tensor, width: int, adapted: bool = False) -> Key | None:
         """The graph for a round ([bs] int64 on the host), or None if none was captured for it.
@@ -212,32 +203,26 @@ class RoundGraphs:
         return graphs.drafted.first(batch_size)
 
     def times(self) -> tuple[dict[int, tuple[Staircase, Staircase]], bool]:
-        """By width: what the first stage takes, and what the others do, by requests; and whether it was quiet."""
+        """By width: what the first stage takes, and what the others do, by requests; and whether it was quiet.
+
+        Of narrower blocks from so many requests on as have them.
+        """
         measured, quiet = {}, True
         self.rows.fill_(self.parts.state.padding_row)  # not those of the last round
-        for width in self.widths:
-            graphs = [self._graphs[self._key(size, 0, width)] for size in self.sizes]
+        for width in (*self.widths, *self.narrow):
+            sizes = dear_sizes(self.sizes, width) if width in self.narrow else self.sizes
+            if not sizes:
+                continue
+            graphs = [self._graphs[self._key(size, 0, width)] for size in sizes]
             # All share their memory: what a graph reads is only there right after the one before it in its round.
             parts = [part for each in graphs for part in (each.propose.replay, each.replay_rest)]
             times = milliseconds(parts)
             found = [times.shortest[i::2] for i in (0, 1)]
-            measured[width] = tuple(Staircase(self.sizes, each) for each in found)
+            measured[width] = tuple(Staircase(sizes, each) for each in found)
             # With drafts in FP8 an H200 that nobody else used was found in disorder; which sizes were is not known yet.
             grow = found[1:] if self.parts.draft.runner.model.in_fp8 else found
             quiet = quiet and times.quiet and all(map(orderly, grow))
         return measured, quiet
-
-    def narrow_times(self) -> tuple[dict[int, Staircase], bool]:
-        """What the first stage takes of narrower blocks, by width and requests, and whether it was quiet."""
-        found, quiet = {}, True
-        for width in self.narrow:
-            if sizes := dear_sizes(self.sizes, width):
-                graphs = [self._graphs[self._key(size, 0, width)] for size in sizes]
-                times = milliseconds([each.propose.replay for each in graphs])
-                found[width] = Staircase(sizes, times.shortest)
-                in_fp8 = self.parts.draft.runner.model.in_fp8
-                quiet = quiet and times.quiet and (in_fp8 or orderly(times.shortest))
-        return found, quiet
 
     def _keys(self, sizes: Sequence[int], widths: Iterable[int]) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
@@ -265,18 +250,13 @@ class RoundGraphs:
         keys = [key._replace(adapted=True) for key in self._keys(self.sizes, widths)]
         buffers = self.parts.adapters.buffers
         self.adapted_body = fuse_adapted(buffers, self.body, self.sizes[-1], self.widths[-1])
-        self._capture_all("rounds with LoRA adapters", keys, self._capture)
+        self._capture_all("rounds with LoRA adapters", keys)
 
-    def _capture_all(
-        self,
-        what: str,
-        keys: list[Key],
-        capture: Callable[[Key, torch.cuda.Stream], CapturedDrafts],
-    ) -> None:
+    def _capture_all(self, what: str, keys: list[Key]) -> None:
         begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         with freeze_gc(False), model_capture_mode(), graph_capture() as context:
             for key in keys:
-                self._graphs[key] = capture(key, context.stream)
+                self._graphs[key] = self._capture(key, context.stream)
         self.rows.fill_(self.parts.state.padding_row)
         logger.info(
             "DFLASH captured %d graphs of %s (batch sizes %s, widths %s) in %.1f s, %.2f GiB",
@@ -287,11 +267,6 @@ class RoundGraphs:
             time.perf_counter() - begin,
             (free - torch.cuda.mem_get_info()[0]) / (1 << 30),
         )
-
-    def _capture_drafts(self, key: Key, stream: torch.cuda.Stream) -> CapturedDrafts:
-        read = self._models(key)
-        graph, drafted = captured(partial(self._propose, key, read), self.pool, stream)
-        return CapturedDrafts(read, graph, drafted)
 
     def _capture(self, key: Key, stream: torch.cuda.Stream) -> Captured:
         read = self._models(key)

@@ -122,7 +122,7 @@ class RoundRunner:
                 f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
                 f"attention {self.attention['target']} and {self.attention['drafter']}, adapters of rank {lora or 0}",
-                f"blocks of {[*graphs.widths, *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
+                f"whole blocks of {[*graphs.widths, *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
                 f"sglang-dflash {_version()}, torch {torch.__version__}",
             )
         )
@@ -152,7 +152,8 @@ class RoundRunner:
         parts, graphs = self.parts, self.graphs
         adapted = has_adapters(adapters)
         # What is no whole block of every request is a pass over so many rows, of which there are adapted ones.
-        as_rows = total is not None or (adapted and width == 1 and self.shares_adapted)
+        part = graphs is not None and width < graphs.widths[-1]
+        as_rows = total is not None or (adapted and part and self.shares_adapted)
         key = graphs and graphs.key(start_bounds, width, adapted and not as_rows)
         if key is None:
             round = Round.open(

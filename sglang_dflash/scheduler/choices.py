@@ -95,7 +95,13 @@ def choices_of(costs: Costs, block: int, requests: int, prompt_rows: int) -> Cho
     for width, stairs in costs.narrow.items():
         if requests >= stairs.sizes[0]:  # fewer are drafted whole in next to the same time
             kinds.append((width, np.unique(np.minimum(rooms, requests * width))))
-    kinds += [(width, np.array([_ALL])) for width in (*costs.uniform, 1)]
+    if not prompt_rows:
+        kinds += [
+            (width, np.array([_ALL]))
+            for width, stairs in costs.uniform.items()
+            if requests >= stairs.sizes[0]
+        ]
+    kinds.append((1, np.array([_ALL])))
     return _made(costs, block, requests, prompt_rows, kinds)
 
 
@@ -124,10 +130,10 @@ def _made(
 
 def time_of_all(costs: Costs, width: int, requests: int, prompt_rows: int) -> float | None:
     """Milliseconds of rounds that verify all rows, contexts aside; None if that is a pass over rows as any other."""
-    if width in costs.uniform:
-        return costs.uniform[width].at(requests)
     if prompt_rows:
         return None
+    if width in costs.uniform:
+        return costs.uniform[width].at(requests)
     whole = costs.whole if width > 1 else costs.plain
     return draft_time(costs, width, requests) + whole.at(requests)
 

@@ -126,11 +126,10 @@ class RandomRows(WholeBlocks):
             costs: tell what there is to choose from.
         """
         super().__init__(width)
-        self._narrow = {width: stairs.sizes[0] for width, stairs in costs.narrow.items()}
-        self._width, self._uniform, self._random = width, list(costs.uniform), random.Random(0)
-        self._reasons = (
-            (WHOLE, RAGGED, NARROW, PLAIN) if costs.ragged.sizes else (WHOLE, NARROW, PLAIN)
-        )
+        self._narrow = {width: stairs.sizes[0] for width, stairs in costs.uniform.items()}
+        self._width, self._random = width, random.Random(0)
+        self._shares = bool(costs.ragged.sizes)
+        self._reasons = (WHOLE, RAGGED, NARROW, PLAIN) if self._shares else (WHOLE, NARROW, PLAIN)
 
     def next(
         self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
@@ -140,12 +139,12 @@ class RandomRows(WholeBlocks):
             return Plan(1, reason=PLAIN)
         if reason == WHOLE:
             return self._plan
-        if self._uniform:
-            return Plan(self._random.choice(self._uniform), reason=NARROW)
         if reason == NARROW:
             fitting = [w for w, least in self._narrow.items() if requests >= least]
             width = self._random.choice(fitting or [width])
             reason = NARROW if fitting else RAGGED
+            if fitting and (not self._shares or self._random.random() < 0.5):
+                return Plan(width, reason=NARROW)
         return Plan(width, self._random.randint(requests, requests * width), reason)
 
 

@@ -43,10 +43,9 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 # What capturing takes of the device beside tensors, as found on an H200 with the shape of Qwen3-8B: kernels, and for
-# each graph its nodes. Most buckets have two sets of graphs, of which one is counted. Drafts have a third of a
-# round's nodes, and LoRA layers as many as a round has without them.
+# each graph its nodes. Most buckets have two sets of graphs, of which one is counted. LoRA layers have as many as a
+# round has without them.
 _GRAPHS, _BUCKET, _PASS = 96 << 20, 7 << 20, 5 << 20
-_DRAFTS = _BUCKET // 3
 # Of what layers keep of a row for each other, in hidden sizes: on every rank, and of what ranks have their parts of.
 _WHOLE, _PARTS = 4, 9
 
@@ -112,7 +111,7 @@ def round_buffers(
 
     Graphs of rounds share one pool, so the largest decides: logits of all its rows, the hidden states that
     the draft model taps, once from each layer and once side by side, and what is between layers. What the largest
-    pass keeps is not there yet, nor are logits of narrower drafts. The graphs themselves and the
+    pass keeps is not there yet, nor are logits of narrower blocks. The graphs themselves and the
     kernels that are loaded for them come on top.
 
     Args:
@@ -137,8 +136,8 @@ def round_buffers(
     rounds += rows * (logits + layers) * itemsize
     if not passes:
         return rounds
-    if drafts := sum(len(dear_sizes(buckets, width)) for width in narrow):
-        rounds += drafts * _DRAFTS + max(buckets) * narrow[0] * logits * itemsize
+    if narrow_rounds := sum(len(dear_sizes(buckets, width)) for width in narrow):
+        rounds += narrow_rounds * _BUCKET + max(buckets) * narrow[0] * logits * itemsize
     graphs = sum(len(rooms(size, max(buckets) + PROMPTS)) for size in passes)
     graphs *= (1 + (context_len > SHORT_TABLE)) * _PASS
     # Beside what passes leave to those who draw and to the drafter.

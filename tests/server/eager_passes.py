@@ -188,14 +188,9 @@ class EagerRounds:
         first = Staircase(sizes, [0.1] * len(sizes))
         times = {
             width: (first, Staircase(sizes, [float(n * width) for n in sizes]))
-            for width in self.widths
+            for width in (*self.widths, *self.narrow)
         }
         return times, True
-
-    def narrow_times(self) -> tuple[dict[int, Staircase], bool]:
-        """No less than whole ones, so that only tests of random rows have narrower blocks."""
-        sizes = list(range(1, self.sizes[-1] + 1))
-        return {width: Staircase(sizes, [0.1] * len(sizes)) for width in self.narrow}, True
 
 
 class EagerPass:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from sglang_dflash.round.costs import Staircase
-from sglang_dflash.scheduler.choices import NARROW, PLAIN, RAGGED, Plan, choices_of
+from sglang_dflash.scheduler.choices import (
+    NARROW,
+    PLAIN,
+    RAGGED,
+    Plan,
+    choices_of,
+    time_of_all,
+)
 from tests.unit.test_plan import SIZES, WIDTH, costs
 
 
@@ -32,6 +39,21 @@ def test_what_is_chosen_from_is_what_there_is() -> None:
     plans = [beside.plan(i) for i in range(len(beside.widths))]
     assert {(p.width, p.total) for p in plans} == {(WIDTH, 548), (8, 320), (1, None)}
     assert beside.times[-1] == pytest.approx(all_costs.ragged.at(1540) + heads.at(40))
+
+
+def test_all_rows_of_narrower_blocks() -> None:
+    """From so many requests on as have graphs of them, and where no prompts are in the pass."""
+    drafts, rounds = Staircase([32, 128], [0.2, 0.3]), Staircase([32, 128], [4.0, 5.0])
+    given = replace(costs(0.02, draft=0.5), narrow={8: drafts}, uniform={8: rounds})
+
+    def times(requests: int, prompt_rows: int = 0) -> list[float]:
+        made = choices_of(given, WIDTH, requests, prompt_rows)
+        plans = [made.plan(i) for i in range(len(made.widths))]
+        return [made.times[i] for i, plan in enumerate(plans) if plan == Plan(8, None, NARROW)]
+
+    assert times(31) == [] and times(40, 64) == []
+    assert times(32) == [4.0] and times(40) == [5.0]
+    assert time_of_all(given, 8, 40, 0) == 5.0 and time_of_all(given, 8, 40, 64) is None
 
 
 def test_passes_of_few_requests() -> None:
