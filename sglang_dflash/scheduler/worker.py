@@ -32,6 +32,7 @@ class DFlashWorker(DFlashWorkerBase):
         reserve(batch, self.width)
         states = self.states_of(batch)
         result = self.launch_round(batch, ahead=0)()
+        self.metrics.stepped(1)
         accepted = result.accepted
         tokens, lengths = accepted.tokens.cpu(), accepted.lengths.cpu()
         taken = self.commit(batch.reqs, tokens, lengths, result.output, result.expected)

@@ -168,6 +168,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         finish = self.launch_round(batch, ahead)
         launched = RoundInFlight(batch=batch)
         finish = self._launch_further(launched, finish, ahead)
+        self.metrics.stepped(self._rounds)
         _launched(batch.reqs, self._rounds)
         launched.next_draft_input = self._next_input(batch, self._rounds * self.launched_width)
         rest = partial(self._launch_rest, launched, finish, states)

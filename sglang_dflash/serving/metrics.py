@@ -69,6 +69,11 @@ METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "blocks, plain bonus tokens, or a probe of a few drafts while nothing is drafted.",
         ("plan",),
     ),
+    "sglang:dflash_steps_total": (
+        "Counter",
+        "Steps of the scheduler that launched rounds, by how many they launched.",
+        ("rounds",),
+    ),
     "sglang:dflash_verified_rows_total": (
         "Counter",
         "Rows of blocks that the target ran, bonus tokens included.",
@@ -221,6 +226,10 @@ class RoundMetrics:
         self._add(1, "planned_rounds", plan)
         self._add(rows, "verified_rows")
 
+    def stepped(self, rounds: int) -> None:
+        """A step of the scheduler has launched so many rounds."""
+        self._add(1, "steps", str(rounds))
+
     def expected(self, chances: np.ndarray, verified: np.ndarray, lengths: np.ndarray) -> None:
         """What was expected of a round's drafts beside what became of them.
 
@@ -264,6 +273,8 @@ class NoMetrics:
     def committed(self, width: int, taken: Sequence[int], in_vain: int, goes_on: bool) -> None: ...
 
     def launched(self, plan: str, rows: int) -> None: ...
+
+    def stepped(self, rounds: int) -> None: ...
 
     def expected(self, chances: np.ndarray, verified: np.ndarray, lengths: np.ndarray) -> None: ...
 

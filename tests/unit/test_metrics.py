@@ -192,6 +192,7 @@ def test_when_counts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = at
         metrics.fell_back(SLOTS)
         metrics.launched(WHOLE, 4)
+        metrics.stepped(2)
         metrics.committed(4, [3], 0, goes_on)
         return value("rounds_total", "when")
 
@@ -199,6 +200,7 @@ def test_when_counts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert commit(1000.12) == 4 and commit(1000.13, goes_on=False) == 6
     assert value("verified_rows_total", "when") == 24
     assert value("planned_rounds_total", "when", plan=WHOLE) == 6
+    assert value("steps_total", "when", rounds="2") == 6
     assert value("fallbacks_total", "when", reason=SLOTS) == 6
     assert value("draft_kv_used_tokens", "when") == 2
     assert value("draft_kv_used_bytes", "when") == 200

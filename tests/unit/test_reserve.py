@@ -215,7 +215,7 @@ def worker() -> tuple[DFlashWorkerV2, list[str]]:
     """A worker without models, and why its rounds waited."""
     made, reasons = object.__new__(DFlashWorkerV2), []
     made.width, made.launched_width = WIDTH, 3
-    made.metrics = SimpleNamespace(fell_back=reasons.append)
+    made.metrics = SimpleNamespace(fell_back=reasons.append, stepped=lambda rounds: None)
     made.linear_states, made.rounds = None, SimpleNamespace(graphs=object())
     made._server_args = SimpleNamespace(enable_hierarchical_cache=True, enable_nan_detection=True)
     made.parts = SimpleNamespace(state=None)

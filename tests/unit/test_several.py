@@ -100,11 +100,13 @@ def served(
     req = Req("id", "", [5, 6, 7], params, vocab_size=200)
     req.req_pool_idx, req.kv_committed_len, req.kv_allocated_len = 0, 3, 200
     worker = object.__new__(DFlashWorkerV2)
+    worker.steps = []
     worker.width = worker.launched_width = WIDTH
     worker.linear_states, worker.riding = None, SimpleNamespace(boards=False)
     worker.pace, worker.flight = Pace(SimpleNamespace(world_size=1)), Flight()
     worker.order, worker.rounds = Order("cpu", worker.pace), SimpleNamespace(graphs=object())
     worker._server_args = SimpleNamespace(enable_hierarchical_cache=False)
+    worker.metrics = SimpleNamespace(stepped=worker.steps.append)
 
     def launch(ahead: int):
         return partial(device.round, req.kv_committed_len - 3 + ahead)
@@ -147,7 +149,7 @@ def test_tokens_of_a_step() -> None:
     assert given == [7, 8, 6, 0]
     assert req.spec_verify_ct == 8 and req.kv_committed_len == 3 + 21
     assert device.bounds[:9] == [0, 4, 8, 12, 16, 20, 7 + 12, 7 + 16, 7 + 20]
-    assert len(worker.pace._measured[2]) == 4
+    assert len(worker.pace._measured[2]) == 4 and worker.steps == [3] * 4
 
 
 def test_an_end_before_the_last_round() -> None:

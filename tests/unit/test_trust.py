@@ -155,7 +155,7 @@ class World:
         made.pace, made.flight = Pace(SimpleNamespace(world_size=1)), Flight()
         made.order = Order("cpu", made.pace)
         made.rounds = SimpleNamespace(graphs=object())
-        made.metrics = SimpleNamespace(fell_back=self.fell_back.append)
+        made.metrics = SimpleNamespace(fell_back=self.fell_back.append, stepped=lambda rounds: None)
         made.parts = SimpleNamespace(state=state)
         made._server_args = SimpleNamespace(
             enable_hierarchical_cache=False, enable_nan_detection=False
