@@ -219,6 +219,13 @@ class RoundRunner:
             and both.holds(rows + len(prompts.input_ids), requests + len(prompts.reqs))
         )
 
+    def milliseconds_of(self, prompts: ModelWorkerBatch) -> float | None:
+        """What prompts take in a pass of their own, contexts aside; None if that is in no graph, or nobody asks."""
+        passes, rows = self.prompt_graphs, len(prompts.input_ids)
+        if self.survival is None or passes is None or not passes.computes(prompts):
+            return None
+        return passes.passes.at(rows) if passes.holds(rows, len(prompts.reqs)) else None
+
     def launch_with_prompts(
         self,
         rows: torch.Tensor,

@@ -161,7 +161,7 @@ class DFlashWorkerBase:
         """Runs prompts, or a chunk of one; or gives what a round made of them that took them along."""
         if (result := self.riding.take()) is not None:
             return result
-        self.note_prompts()
+        self.note_prompts(batch)
         result = prefill(self.parts, self.target_worker, batch)
         # Written while the device is at work; a request alone would wait for it.
         self.metrics.ran_prompts(batch.extend_num_tokens, ALONE)
@@ -231,7 +231,7 @@ class DFlashWorkerBase:
             takes: milliseconds of the round and those in its pass, if they are known.
         """
 
-    def note_prompts(self) -> None:
+    def note_prompts(self, batch: ModelWorkerBatch) -> None:
         """Prompts are about to be launched in a pass of their own."""
 
     def replayed(self, result: RoundResult) -> bool:

@@ -68,6 +68,10 @@ class Order:
         if takes is not None and not prompts:
             self._round_takes = takes
 
+    def launched_prompts(self, takes: float | None) -> None:
+        """The same of prompts in a pass of their own."""
+        self._takes, self._prompts, self._launched = takes, False, 1
+
     def ended(self, rounds: int) -> None:
         """A request has ended, after so many rounds."""
         self._ended.append(rounds)

@@ -115,8 +115,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
         self.flight.launch(None if unknown else takes * self._rounds)
         self.order.launched(None if apart else takes, boarded > 0, self._rounds)
 
-    def note_prompts(self) -> None:
-        self.order.launched(None)
+    def note_prompts(self, batch: ModelWorkerBatch) -> None:
+        self.order.launched_prompts(self.rounds.milliseconds_of(batch))
 
     def choose_rounds(self, batch: ScheduleBatch) -> int:
         """How many the next step has, over a decode batch for which slots are about to be reserved."""

@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 # What capturing takes of the device beside tensors, as found on an H200 with the shape of Qwen3-8B: kernels, and for
-# each graph its nodes. Most buckets have two sets of graphs, of which one is counted. LoRA layers have as many as a
-# round has without them.
-_GRAPHS, _BUCKET, _PASS = 96 << 20, 7 << 20, 5 << 20
+# each graph its nodes. Most buckets have two sets of graphs, of which one is counted; of narrower blocks each counts
+# for more. LoRA layers have as many as a round has without them.
+_GRAPHS, _BUCKET, _NARROW, _PASS = 96 << 20, 7 << 20, 9 << 20, 5 << 20
 # Of what layers keep of a row for each other, in hidden sizes: on every rank, and of what ranks have their parts of.
 _WHOLE, _PARTS = 4, 9
 
@@ -137,7 +137,7 @@ def round_buffers(
     if not passes:
         return rounds
     if narrow_rounds := sum(len(dear_sizes(buckets, width)) for width in narrow):
-        rounds += narrow_rounds * _BUCKET + max(buckets) * narrow[0] * logits * itemsize
+        rounds += narrow_rounds * _NARROW + max(buckets) * narrow[0] * logits * itemsize
     graphs = sum(len(rooms(size, max(buckets) + PROMPTS)) for size in passes)
     graphs *= (1 + (context_len > SHORT_TABLE)) * _PASS
     # Beside what passes leave to those who draw and to the drafter.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.server.checks import accept_length, assert_same
+from tests.server.checks import accept_length, assert_same, counted
 from tests.server.harness import CHOSEN_WORKERS, Server, running
 
 WATCH = re.compile(r"DFLASH watch: (.*)")
@@ -57,7 +57,7 @@ def test_ranks_agree(
 ) -> None:
     """10,000 rounds at concurrency 1, 4 and 16, compared between the ranks one by one.
 
-    Each rank decides for itself what is verified, and whether results are looked at first.
+    Each rank decides for itself what is verified, how many rounds a step has, and whether results are looked at first.
     """
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -65,7 +65,7 @@ def test_ranks_agree(
     with running(
         log,
         *("--tp-size", str(ranks), "--reasoning-parser", "qwen3"),
-        *("--speculative-dflash-verify", verify),
+        *("--speculative-dflash-verify", verify, "--enable-metrics"),
         worker=worker,
         SGLANG_DFLASH_WATCH="100",
         SGLANG_DFLASH_ORDER="",
@@ -78,7 +78,11 @@ def test_ranks_agree(
             assert (6 if verify == "all" else 3) <= accept_length(answers) <= 10
         while not (lines := seen(log)) or lines[-1]["rounds"] < 10_000:
             server.generate_all(prompts[:200], concurrency=2)
+        counts = counted(server)
     assert lines[-1]["disagreements"] == 0
+    several = sum(counts["steps_total", str(rounds)] for rounds in range(2, 5))
+    print(f"{several:.0f} steps of several rounds, {counts['steps_total', '1']:.0f} of one")
+    assert (several > 100) == (verify == "auto" and worker == "v2")
 
 
 @pytest.mark.parametrize("worker", CHOSEN_WORKERS)

@@ -135,7 +135,7 @@ def counted(server: Server) -> Counter[tuple[str, str]]:
             if sample.name.startswith("sglang:dflash_"):
                 own = [
                     sample.labels[name]
-                    for name in ("position", "reason", "le", "way", "plan")
+                    for name in ("position", "reason", "le", "way", "plan", "rounds")
                     if name in sample.labels
                 ]
                 values[sample.name.removeprefix("sglang:dflash_"), "".join(own)] += sample.value

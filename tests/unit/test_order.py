@@ -69,8 +69,10 @@ def test_nothing_is_known() -> None:
     assert not first.looks_first()
     first.ended(9)
     assert first.looks_first()
-    first.launched(None)
+    first.launched_prompts(None)
     assert not first.looks_first()
+    first.launched_prompts(1.0)
+    assert first.looks_first()
     unmeasured = order(host=0.0)
     unmeasured.ended(9)
     unmeasured.launched(0.1)
@@ -102,7 +104,7 @@ def test_rounds_of_a_step() -> None:
     assert several.rounds() == 4
     several.launched(0.1, prompts=True)
     assert several.rounds() == 4  # beside prompts rounds take longer, or none is known
-    several.launched(None)
+    several.launched_prompts(7.0)
     assert several.rounds() == 4
     several.launched(2.9)
     assert several.rounds() == 2  # 11.25 steps of 6 ms instead of 22 of 5
