@@ -26,8 +26,9 @@ from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.behind_windows import BehindWindows
 from sglang_dflash.scheduler.choices import WHOLE, Plan
+from sglang_dflash.scheduler.fixed_plans import widths
 from sglang_dflash.scheduler.pace import Pace
-from sglang_dflash.scheduler.plan import planner, widths
+from sglang_dflash.scheduler.plan import planner
 from sglang_dflash.scheduler.reserve import slot_limit
 from sglang_dflash.scheduler.results import commit_round, end_marked
 from sglang_dflash.scheduler.riding import Riding
@@ -52,7 +53,7 @@ STRAYED = "strayed"
 
 @dataclass(frozen=True)
 class Launched:
-    """A round as it was launched, for others like it behind it.
+    """What others behind a round are like.
 
     Attributes:
         adapters: of its requests; None if there are none in this server.
@@ -94,8 +95,8 @@ class DFlashWorkerBase:
         self.target_worker = target_worker
         self.parts = load_parts(server_args, target_worker, ranks)
         self.linear_states = self.parts.linear_states
-        self.launched_width = self.width  # of the last round's blocks
-        self._launched: Launched | None = None
+        self.step_rounds = 1  # of the present step
+        self.launched: Launched | None = None
         self.rounds = capture(self.parts, server_args, widths(server_args))
         self._server_args = server_args
         self.pace = Pace()
@@ -185,17 +186,18 @@ class DFlashWorkerBase:
         starts = _starts(batch, ahead)
         adapters = None if self.parts.adapters is None else [req.lora_id for req in batch.reqs]
         adapted = has_adapters(adapters)
-        plan = self.planner.next(len(starts), sum(starts), self.riding.prompt_rows, adapted)
+        plan = self.planner.next(
+            len(starts), sum(starts), self.riding.prompt_rows, adapted, self.step_rounds
+        )
         if adapted and plan.reason != WHOLE and not self.rounds.shares_adapted:
             plan = Plan(self.width)  # the others are for what is captured
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
-        self.launched_width = width
         detect_nan = self.model_runner.server_args.enable_nan_detection
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         prompts = self.riding.prompts_for(bounds, plan, adapted)
         boarded = 0 if prompts is None else prompts.extend_num_tokens
         takes = self.planner.milliseconds(plan, len(starts), sum(starts), boarded, adapted)
-        self._launched = Launched(batch, plan, sampling, adapters)
+        self.launched = Launched(batch, plan, sampling, adapters)
         self.note_round(plan, boarded, self.riding.prompt_rows, takes)
         if prompts is None:
             return self.launch_again(ahead)
@@ -210,7 +212,7 @@ class DFlashWorkerBase:
 
     def launch_again(self, ahead: int) -> Finish:
         """Launches a round like the last one, without prompts; see `launch_round`."""
-        last = self._launched
+        last = self.launched
         batch, plan, starts = last.batch, last.plan, _starts(last.batch, ahead)
         ends = zip(batch.reqs, starts, strict=True)
         cut = any(start + plan.width > slot_limit(req) for req, start in ends)

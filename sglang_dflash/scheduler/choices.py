@@ -7,7 +7,7 @@ arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,20 @@ class Plan:
     def rows(self, requests: int) -> int:
         """That a round of so many requests verifies."""
         return requests * self.width if self.total is None else self.total
+
+
+class Promise(NamedTuple):
+    """What rounds are expected to come to.
+
+    Attributes:
+        tokens: of each request, from one.
+        device: milliseconds of one on the device.
+        step: the same of one round's part of a step, whoever takes longer, the device or the host.
+    """
+
+    tokens: float
+    device: float
+    step: float
 
 
 @dataclass(frozen=True)

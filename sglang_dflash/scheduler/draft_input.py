@@ -26,15 +26,17 @@ class DFlashDraftInput(SpecInput):
         width: of the widest block that the next round may have.
         in_flight: tokens that rounds or a prefill whose result the host has not seen yet commit at most.
         new_seq_lens: [bs] int64, what the overlapped scheduler takes as the batch's lengths.
-        choose_rounds: says of a batch how many rounds its next step has; None if it has one.
-        rounds: as it said.
+        choose_rounds: says of a batch how many rounds its next step has, and how many tokens those behind the first may
+            run; None if it has one.
+        rounds, further: as it said.
     """
 
     width: int
     in_flight: int = 0
     new_seq_lens: torch.Tensor | None = None
-    choose_rounds: Callable[[ScheduleBatch], int] | None = None
+    choose_rounds: Callable[[ScheduleBatch], tuple[int, int]] | None = None
     rounds: int = 1
+    further: int = 0
 
     # The overlapped scheduler waits on this event if there is one. There is none: the host never
     # needs the result of the round that was just launched.
@@ -46,7 +48,7 @@ class DFlashDraftInput(SpecInput):
     @property
     def lookahead(self) -> int:
         """Tokens beyond those known to be committed that the next step may run."""
-        return self.in_flight + self.rounds * self.width
+        return self.in_flight + self.width + self.further
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return 1, 1
@@ -65,5 +67,5 @@ class DFlashDraftInput(SpecInput):
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Called by the overlapped scheduler before it launches the next step."""
         if self.choose_rounds is not None:
-            self.rounds = self.choose_rounds(batch)
+            self.rounds, self.further = self.choose_rounds(batch)
         reserve(batch, self.lookahead)

@@ -5,9 +5,10 @@ step of the host later: an answer of n rounds takes n + 2 steps, where it would 
 them longer by what the host waits for the device. So that is better where it waits less in n + 1 steps than one of them
 takes, as with a very small model; and on a CPU, where the host computes the rounds itself.
 
-There the device waits for the host in turn. All that a round needs of the one before it is on the device, so several
-can be launched in one step, of which all but the first cost the host a part of a step only. An answer then takes fewer
-of them, the last of which has rounds in vain: (n + (rounds - 1) / 2) / rounds.
+Where the device is through sooner than the host, it waits for the host in turn. All that a round needs of the one
+before it is on the device, so several can be launched in one step, of which all but the first cost the host a part of a
+step only. The device then has less time for each, and verifies fewer rows. An answer takes fewer steps, of which the
+last has rounds in vain, and one or two more, which now are longer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_dflash.scheduler.choices import Promise
     from sglang_dflash.scheduler.pace import Pace
 
 # For tests and measurements: one order always, or both at random; one number of rounds, or each at random. The same on
@@ -32,7 +34,10 @@ ORDER, ROUNDS = "SGLANG_DFLASH_ORDER", "SGLANG_DFLASH_STEP_ROUNDS"
 AHEAD, FIRST, RANDOM = "ahead", "first", "random"
 
 MOST_ROUNDS = 4  # of a step
-_KEPT = 64  # answers whose rounds count
+_LASTS = 8  # steps for which a number of rounds is chosen
+_GAIN = 0.95  # of the time with one round, which several must not exceed: first tokens come later with them
+_LONGEST = 40.0  # milliseconds of a step with several: nobody sees anything meanwhile
+_KEPT = 64  # answers that count
 # The part of a step behind a round's first launch: the others, and looking for requests. Meanwhile the device computes.
 _BEHIND = 0.25
 
@@ -50,11 +55,10 @@ class Order:
             DFlashError: `SGLANG_DFLASH_ORDER` names no order, or `SGLANG_DFLASH_STEP_ROUNDS` no number of rounds.
         """
         self._pace, self._named, self._number = pace, _named(device), _numbered()
-        self._ended: deque[int] = deque(maxlen=_KEPT)
-        # Of what was launched last, and of the last round without prompts.
+        self._ended: deque[tuple[int, int]] = deque(maxlen=_KEPT)
         self._takes: float | None = None
-        self._round_takes: float | None = None
         self._prompts, self._launched = False, 1
+        self._rounds, self._left = 1, 0  # of a step, and for how many steps more
 
     def launched(self, takes: float | None, prompts: bool = False, rounds: int = 1) -> None:
         """Something is launched.
@@ -65,16 +69,14 @@ class Order:
             rounds: how many.
         """
         self._takes, self._prompts, self._launched = takes, prompts, rounds
-        if takes is not None and not prompts:
-            self._round_takes = takes
 
     def launched_prompts(self, takes: float | None) -> None:
         """The same of prompts in a pass of their own."""
         self._takes, self._prompts, self._launched = takes, False, 1
 
-    def ended(self, rounds: int) -> None:
-        """A request has ended, after so many rounds."""
-        self._ended.append(rounds)
+    def ended(self, rounds: int, tokens: int) -> None:
+        """A request has ended, after so many rounds and tokens."""
+        self._ended.append((rounds, tokens))
 
     def looks_first(self) -> bool:
         """Whether the result of what was launched last is looked at before anything is chosen."""
@@ -84,27 +86,43 @@ class Order:
             return False
         rounds = self._launched
         host = self._pace.of_several(rounds, self._prompts)
-        return self._steps(rounds) * _waits(host, rounds * self._takes) < host
+        number = sum(rounds for rounds, _ in self._ended) / len(self._ended)
+        steps = 1 + (number + (rounds - 1) / 2) / rounds
+        return steps * _waits(host, rounds * self._takes) < host
 
-    def rounds(self) -> int:
-        """How many the next step has, if nothing else is against it."""
+    def rounds(self, promised: Callable[[int], Promise | None]) -> int:
+        """How many the next step has if it has no prompts, and if nothing else is against it.
+
+        Args:
+            promised: what rounds come to in steps of so many.
+        """
         if self._number is not None:
             return self._number()
-        takes = self._round_takes
-        if takes is None or not self._ended:
+        if not self._ended:
             return 1
-        numbers = range(1, MOST_ROUNDS + 1)
-        return min(numbers, key=lambda number: self._answer(number, number * takes))
+        if not self._left:
+            self._rounds, self._left = self._best(promised), _LASTS
+        self._left -= 1
+        return self._rounds
 
-    def _answer(self, rounds: int, device: float) -> float:
-        """Milliseconds of an answer in steps of so many rounds, which take the device so long, in the better order."""
-        host, steps = self._pace.of_several(rounds, False), self._steps(rounds)
-        return min(steps * (host + _waits(host, device)), (steps + 1) * max(host, device))
+    def _best(self, promised: Callable[[int], Promise | None]) -> int:
+        if (one := promised(1)) is None:
+            return 1
+        found = {1: _GAIN * self._answer(1, one)}
+        for rounds in range(2, MOST_ROUNDS + 1):
+            promise = promised(rounds)
+            if rounds * promise.step <= _LONGEST:
+                found[rounds] = self._answer(rounds, promise)
+        return min(found, key=found.__getitem__)
 
-    def _steps(self, rounds: int) -> float:
-        """Of an answer in steps of so many rounds, looked at first."""
-        number = sum(self._ended) / len(self._ended)
-        return 1 + (number + (rounds - 1) / 2) / rounds
+    def _answer(self, rounds: int, promise: Promise) -> float:
+        """Milliseconds of a usual answer in steps of so many rounds, in the better order."""
+        tokens = sum(tokens for _, tokens in self._ended) / len(self._ended)
+        number = tokens / promise.tokens + (rounds - 1) / 2
+        steps = self._pace.of_each(rounds)
+        host = float(steps.mean()) if len(steps) else 0.0
+        first = (number + rounds) * (host + _waits(host, promise.device))
+        return min(first, (number + 2 * rounds) * promise.step)
 
 
 def _waits(host: float, device: float) -> float:

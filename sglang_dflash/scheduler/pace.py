@@ -99,16 +99,28 @@ class Pace:
     def of_several(self, rounds: int, prompts: bool) -> float:
         """Milliseconds of a step of so many rounds, in the mean; 0 until one was measured."""
         one = self.of(prompts)
-        each = float(self.further.mean()) if len(self.further) else _FURTHER * one
-        return one + (rounds - 1) * each
+        return one + (rounds - 1) * self._further(one)
 
-    def of_steps(self, device: np.ndarray, prompts: bool) -> np.ndarray:
-        """Milliseconds that steps take in the mean, by the device's of them: [n] float64 → [n] float64.
+    def _further(self, one: float) -> float:
+        """Milliseconds of each further round in a step, one round of which takes so long."""
+        return float(self.further.mean()) if len(self.further) else _FURTHER * one
+
+    def of_each(self, rounds: int) -> np.ndarray:
+        """Milliseconds of the host for each round in steps of so many without prompts: [steps] float64, as measured."""
+        one = self.of(False)
+        saved = (one - self._further(one)) * (rounds - 1) / rounds
+        return np.maximum(self.alone - max(0.0, saved), 0.0)
+
+    def of_steps(self, device: np.ndarray, prompts: bool, rounds: int = 1) -> np.ndarray:
+        """Milliseconds that rounds take in the mean, by the device's of them: [n] float64 → [n] float64.
 
         Some steps take the host longer than others. A device that takes as long as the host does in the mean is
         waited for in about half of them, so its time is not free.
+
+        Args:
+            rounds: of a step; one with prompts has one.
         """
-        steps = self.with_prompts if prompts else self.alone
+        steps = self.with_prompts if prompts else self.of_each(rounds)
         return np.maximum(device[:, None], steps).mean(axis=1) if len(steps) else device
 
     def _take(self, measured: Sequence[Sequence[float]]) -> None:

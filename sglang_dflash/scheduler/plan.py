@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -22,25 +21,25 @@ from sglang_dflash.scheduler.choices import (
     NARROW,
     PLAIN,
     PROBE,
-    RAGGED,
-    WHOLE,
     Choices,
     Plan,
+    Promise,
     choices_of,
     draft_time,
     time_of_all,
 )
+from sglang_dflash.scheduler.fixed_plans import (
+    RANDOM_ROWS,
+    RandomRows,
+    RandomWidths,
+    WholeBlocks,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
     from sglang_dflash.round.costs import Costs
     from sglang_dflash.scheduler.pace import Pace
 
 logger = logging.getLogger(__name__)
-
-# Tests set them: each round then has some number of rows, or blocks of a width of a list such as 4,9,16.
-RANDOM_ROWS, RANDOM_WIDTHS = "SGLANG_DFLASH_RANDOM_ROWS", "SGLANG_DFLASH_RANDOM_WIDTHS"
 
 # Whole blocks are verified unless something else promises so much more.
 _WORTH = 1.01
@@ -54,98 +53,6 @@ _ENOUGH = 64
 _WIDEN, _RARELY = 16, 128
 _NEW = 0.3  # what a round counts beside those before it, of how chances fall from draft to draft
 _SECONDS = 60.0  # after which the log says it again that nothing is drafted
-
-
-def widths(args: ServerArgs) -> list[int]:
-    """Widths that blocks may have, none above the block size; slots are reserved for the widest."""
-    block_size = args.speculative_num_draft_tokens
-    named = os.environ.get(RANDOM_WIDTHS)
-    return [min(int(width), block_size) for width in named.split(",")] if named else [block_size]
-
-
-class WholeBlocks:
-    """Every round verifies all that it drafts."""
-
-    def __init__(self, width: int):
-        self._plan = Plan(width)
-
-    def plan(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
-    ) -> Plan:
-        """What a round would be.
-
-        Args:
-            keys: of all its requests together.
-            prompt_rows: rows of prompts in the same pass.
-            adapted: whether any of its requests has a LoRA adapter.
-        """
-        return self._plan
-
-    def next(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
-    ) -> Plan:
-        """What the next round is; see `plan`."""
-        return self.plan(requests, keys, prompt_rows, adapted)
-
-    def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
-        """Milliseconds of a round beside those of the target's pass alone, as far as they are known; see `plan`."""
-        return 0.0
-
-    def milliseconds(
-        self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
-    ) -> float | None:
-        """Of a round on the device, and of prompts in its pass, if that is known; see `plan`."""
-        return None
-
-    def take(self, costs: Costs) -> None:
-        """What rounds take, from now on."""
-
-    def note(self, chances: np.ndarray) -> None:
-        """What was expected of a round's drafts: [bs, drafts] float32, on the host; see `Estimate`."""
-
-
-class RandomWidths(WholeBlocks):
-    """Blocks of random widths; all ranks draw the same."""
-
-    def __init__(self, widths: list[int]):
-        super().__init__(max(widths))
-        self._widths, self._random = widths, random.Random(0)
-
-    def next(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
-    ) -> Plan:
-        return Plan(self._random.choice(self._widths))
-
-
-class RandomRows(WholeBlocks):
-    """Rounds of random numbers of rows; all ranks draw the same."""
-
-    def __init__(self, width: int, costs: Costs):
-        """
-        Args:
-            costs: tell what there is to choose from.
-        """
-        super().__init__(width)
-        self._narrow = {width: stairs.sizes[0] for width, stairs in costs.uniform.items()}
-        self._width, self._random = width, random.Random(0)
-        self._shares = bool(costs.ragged.sizes)
-        self._reasons = (WHOLE, RAGGED, NARROW, PLAIN) if self._shares else (WHOLE, NARROW, PLAIN)
-
-    def next(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
-    ) -> Plan:
-        reason, width = self._random.choice(self._reasons), self._width
-        if reason == PLAIN:
-            return Plan(1, reason=PLAIN)
-        if reason == WHOLE:
-            return self._plan
-        if reason == NARROW:
-            fitting = [w for w, least in self._narrow.items() if requests >= least]
-            width = self._random.choice(fitting or [width])
-            reason = NARROW if fitting else RAGGED
-            if fitting and (not self._shares or self._random.random() < 0.5):
-                return Plan(width, reason=NARROW)
-        return Plan(width, self._random.randint(requests, requests * width), reason)
 
 
 class BestRows(WholeBlocks):
@@ -201,18 +108,31 @@ class BestRows(WholeBlocks):
         return self._gains
 
     def plan(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+        self,
+        requests: int,
+        keys: int = 0,
+        prompt_rows: int = 0,
+        adapted: bool = False,
+        rounds: int = 1,
     ) -> Plan:
         choices = self._choices_of(requests, prompt_rows)
         if not self._requests:
             return choices.plan(0)
         worth, tokens = self._worth(
-            choices, requests, self._of_requests(keys, adapted), prompt_rows
+            choices, requests, self._of_requests(keys, adapted), prompt_rows, rounds
         )
         best = int(worth.argmax())
         gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
         pays = gains or choices.plan(0).total is not None
         return choices.plan(best if pays else 0)
+
+    def promise(self, rounds: int, requests: int, keys: int, adapted: bool) -> Promise | None:
+        if not self._requests:
+            return None
+        choices, more = self._choices_of(requests, 0), self._of_requests(keys, adapted)
+        tokens, times = self._promised(choices, requests, more, False, rounds)
+        best = int((tokens / times).argmax())
+        return Promise(tokens[best] / requests, choices.times[best] + more, times[best])
 
     def milliseconds(
         self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
@@ -224,22 +144,23 @@ class BestRows(WholeBlocks):
         return self._costs.context * keys + self._costs.adapters * adapted
 
     def _worth(
-        self, choices: Choices, requests: int, more: float, prompt_rows: int
+        self, choices: Choices, requests: int, more: float, prompt_rows: int, rounds: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """What each choice promises beyond what its time is worth, and its tokens.
 
         Args:
             more: milliseconds of each, as `_of_requests` gives them.
+            rounds: of its step.
         """
-        tokens, times = self._promised(choices, requests, more, prompt_rows > 0)
+        tokens, times = self._promised(choices, requests, more, prompt_rows > 0, rounds)
         # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
         usual = (tokens, times)
         if prompt_rows:
-            usual = self._promised(self._choices_of(requests, 0), requests, more, False)
+            usual = self._promised(self._choices_of(requests, 0), requests, more, False, rounds)
         return tokens - (usual[0] / usual[1]).max() * times, tokens
 
     def _promised(
-        self, choices: Choices, requests: int, more: float, prompts: bool
+        self, choices: Choices, requests: int, more: float, prompts: bool, rounds: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and milliseconds of each choice; no step takes less than the host does for it."""
         if (tokens := self._tokens.get(id(choices))) is None:
@@ -248,12 +169,12 @@ class BestRows(WholeBlocks):
             tokens = requests + scale * self._gains_of().at(choices.widths, drafts)
             self._tokens[id(choices)] = tokens
         times = choices.times + more
-        return tokens, times if self._pace is None else self._pace.of_steps(times, prompts)
+        return tokens, times if self._pace is None else self._pace.of_steps(times, prompts, rounds)
 
-    def _wider(self, plan: Plan, requests: int, more: float, prompt_rows: int) -> Plan:
+    def _wider(self, plan: Plan, requests: int, more: float, prompt_rows: int, rounds: int) -> Plan:
         """The best of those whose blocks are the next wider ones, if there is room for any."""
         choices = self._choices_of(requests, prompt_rows)
-        worth, _ = self._worth(choices, requests, more, prompt_rows)
+        worth, _ = self._worth(choices, requests, more, prompt_rows, rounds)
         wider = choices.widths[choices.widths > plan.width]
         if not len(wider):
             return plan
@@ -261,9 +182,14 @@ class BestRows(WholeBlocks):
         return choices.plan(int(best))
 
     def next(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+        self,
+        requests: int,
+        keys: int = 0,
+        prompt_rows: int = 0,
+        adapted: bool = False,
+        rounds: int = 1,
     ) -> Plan:
-        plan = self.plan(requests, keys, prompt_rows, adapted)
+        plan = self.plan(requests, keys, prompt_rows, adapted, rounds)
         if plan.reason != PLAIN:
             self._without, self._patience = 0, _SOON
             if plan.reason != NARROW:
@@ -273,7 +199,8 @@ class BestRows(WholeBlocks):
             if self._narrowed < self._widen:
                 return plan
             self._narrowed, self._widen = 0, min(2 * self._widen, _RARELY)
-            return self._wider(plan, requests, self._of_requests(keys, adapted), prompt_rows)
+            more = self._of_requests(keys, adapted)
+            return self._wider(plan, requests, more, prompt_rows, rounds)
         self._say(requests)
         self._without += 1
         if self._without < self._patience:

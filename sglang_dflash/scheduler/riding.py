@@ -19,7 +19,7 @@ from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.ending import leave_out_ending
-from sglang_dflash.scheduler.plan import WholeBlocks
+from sglang_dflash.scheduler.fixed_plans import WholeBlocks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
@@ -34,7 +34,7 @@ class Riding:
     Attributes:
         slowdown: how much longer a round may take because of prompts, as a part of what it takes without; 0 if
             prompts run alone.
-        boards: whether slots are reserved at present for a round beside prompts: one, as there are slots for.
+        boards: whether slots are reserved at present for a round beside prompts.
     """
 
     def __init__(self, slowdown: float, rounds: RoundRunner, planner: WholeBlocks):

@@ -15,6 +15,8 @@ from sglang_dflash.two_pools import has_two
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+_PART = 1 / 4  # of the slots that are left
+
 
 def may_be_several(reqs: Iterable[Req]) -> bool:
     """Whether rounds of these requests can be launched without a look at the one before."""
@@ -27,16 +29,24 @@ def may_be_several(reqs: Iterable[Req]) -> bool:
     )
 
 
-def with_slots(batch: ScheduleBatch, rounds: int) -> int:
-    """Of so many rounds those for which there are slots, if nothing is taken from prefixes; at least one."""
-    allocator = batch.tree_cache.token_to_kv_pool_allocator
+def with_slots(batch: ScheduleBatch, rounds: int, width: int) -> int:
+    """Of so many rounds those for which there are slots; at least one, which has its own in any case.
+
+    Those behind the first take a part of what is left only, prefixes that nobody uses included, so that nobody who
+    waits does so because of them.
+
+    Args:
+        width: of blocks of rounds behind the first.
+    """
+    allocator, tree = batch.tree_cache.token_to_kv_pool_allocator, batch.tree_cache
     if has_two(allocator.get_kvcache()):  # that of sliding layers is small, as windows are
         return 1
-    draft, page_size = batch.spec_info, batch.tree_cache.page_size
-    free = allocator.available_size()
+    lookahead = batch.spec_info.in_flight + batch.spec_info.width
+    one = slots_required(batch.reqs, tree.page_size, lookahead)
+    left = allocator.available_size() + tree.evictable_size() - one
     while rounds > 1:
-        lookahead = draft.in_flight + rounds * draft.width
-        if slots_required(batch.reqs, page_size, lookahead) <= free:
+        several = slots_required(batch.reqs, tree.page_size, lookahead + (rounds - 1) * width)
+        if several - one <= left * _PART:
             break
         rounds -= 1
     return rounds

@@ -18,10 +18,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dflash.device_waits import Awaited
+from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.linear_states import RoundStates
 from sglang_dflash.round.run import Finish, RoundResult
 from sglang_dflash.scheduler.base import DFlashWorkerBase
-from sglang_dflash.scheduler.choices import PROBE, Plan
+from sglang_dflash.scheduler.choices import PROBE, Plan, Promise
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
 from sglang_dflash.scheduler.flight import Flight
@@ -87,7 +88,11 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     def __init__(self, *args, **ranks):
         super().__init__(*args, **ranks)
-        self.flight, self._late, self._rounds = Flight(), False, 1
+        self.flight, self._late = Flight(), False
+        self._further, self._width = (
+            0,
+            self.width,
+        )  # tokens that rounds behind a first may run; width of the last one
         self.order = Order(self._server_args.device, self.pace)
         if self.linear_states is not None:
             self.linear_states.hand_on_in_order()
@@ -108,22 +113,35 @@ class DFlashWorkerV2(DFlashWorkerBase):
 
     def note_round(self, plan: Plan, boarded: int, prompt_rows: int, takes: float | None) -> None:
         apart = boarded < prompt_rows
+        self.step_rounds = min(self.step_rounds, (self.width + self._further) // plan.width)
         if prompt_rows or self._late or plan.reason == PROBE:
-            self._rounds = 1
+            self.step_rounds = 1
         self.pace.launch(None if apart else boarded > 0)
         unknown = apart or self._late or takes is None
-        self.flight.launch(None if unknown else takes * self._rounds)
-        self.order.launched(None if apart else takes, boarded > 0, self._rounds)
+        self.flight.launch(None if unknown else takes * self.step_rounds)
+        self.order.launched(None if apart else takes, boarded > 0, self.step_rounds)
 
     def note_prompts(self, batch: ModelWorkerBatch) -> None:
         self.order.launched_prompts(self.rounds.milliseconds_of(batch))
 
-    def choose_rounds(self, batch: ScheduleBatch) -> int:
-        """How many the next step has, over a decode batch for which slots are about to be reserved."""
-        rounds = 1 if self.riding.boards else self.order.rounds()
-        if rounds == 1 or self.linear_states is not None or not may_be_several(batch.reqs):
-            return 1
-        return with_slots(batch, rounds)
+    def choose_rounds(self, batch: ScheduleBatch) -> tuple[int, int]:
+        """How many the next step has, over a decode batch for which slots are about to be reserved.
+
+        Returns:
+            It, and tokens that those behind the first may run.
+        """
+        if self.riding.boards or self.linear_states is not None:
+            return 1, 0
+        rounds = self.order.rounds(partial(self._promise, batch.reqs))
+        if rounds == 1 or not may_be_several(batch.reqs):
+            return 1, 0
+        rounds = with_slots(batch, rounds, self._width)
+        return rounds, (rounds - 1) * self._width
+
+    def _promise(self, reqs: Sequence[Req], rounds: int) -> Promise | None:
+        keys = sum(req.kv_committed_len for req in reqs)
+        adapted = has_adapters([req.lora_id for req in reqs])
+        return self.planner.promise(rounds, len(reqs), keys, adapted)
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.
@@ -163,14 +181,14 @@ class DFlashWorkerV2(DFlashWorkerBase):
             return result
 
         # The round before this one may still be running.
-        states, ahead = self.states_of(batch), batch.spec_info.in_flight
-        self._rounds = batch.spec_info.rounds
-        finish = self.launch_round(batch, ahead)
+        states, spec = self.states_of(batch), batch.spec_info
+        self.step_rounds, self._further = spec.rounds, spec.further
+        finish = self.launch_round(batch, spec.in_flight)
         launched = RoundInFlight(batch=batch)
-        finish = self._launch_further(launched, finish, ahead)
-        self.metrics.stepped(self._rounds)
-        _launched(batch.reqs, self._rounds)
-        launched.next_draft_input = self._next_input(batch, self._rounds * self.launched_width)
+        finish, tokens = self._launch_further(launched, finish, spec.in_flight)
+        self.metrics.stepped(self.step_rounds)
+        _launched(batch.reqs, self.step_rounds)
+        launched.next_draft_input = self._next_input(batch, tokens)
         rest = partial(self._launch_rest, launched, finish, states)
         if late:
             self.metrics.fell_back(HISTORY)
@@ -178,22 +196,28 @@ class DFlashWorkerV2(DFlashWorkerBase):
             return launched
         return rest()
 
-    def _launch_further(self, launched: RoundInFlight, finish: Finish, ahead: int) -> Finish:
-        """All rounds of a step but the last one's rest.
+    def _launch_further(
+        self, launched: RoundInFlight, finish: Finish, ahead: int
+    ) -> tuple[Finish, int]:
+        """All rounds of a step but the last one's rest, which is given.
 
         Args:
             finish: launches the rest of the first one.
             ahead: as of `launch_round`.
+
+        Returns:
+            It, and how many tokens the rounds may commit.
         """
-        if self._rounds == 1:
-            return finish
-        begin = time.perf_counter()
-        for further in range(1, self._rounds):
-            launched.earlier.append(Copied.of(finish()))
-            finish = self.launch_again(ahead + further * self.launched_width)
-        launched.launching = time.perf_counter() - begin
-        self.pace.more(launched.launching)
-        return finish
+        tokens = self._width = self.launched.plan.width
+        if self.step_rounds > 1:
+            begin = time.perf_counter()
+            for _ in range(1, self.step_rounds):
+                launched.earlier.append(Copied.of(finish()))
+                finish = self.launch_again(ahead + tokens)
+                tokens += self._width
+            launched.launching = time.perf_counter() - begin
+            self.pace.more(launched.launching)
+        return finish, tokens
 
     def _next_input(self, batch: ModelWorkerBatch, in_flight: int) -> DFlashDraftInput:
         """Of the round after what was just launched, which commits at most so many tokens."""
@@ -255,7 +279,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         seen.sort(key=lambda each: not each[0].finished())
         for req, tokens in takewhile(lambda each: each[0].finished(), seen):
             if tokens:
-                self.order.ended(req.spec_verify_ct)
+                self.order.ended(req.spec_verify_ct, len(req.output_ids))
         batch.reqs, taken = [req for req, _ in seen], [tokens for _, tokens in seen]
         result.accept_length_per_req_cpu = [len(tokens) - 1 for tokens in taken]
         return taken

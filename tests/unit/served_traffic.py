@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from sglang_dflash.round.costs import Costs, Staircase, Told
 from sglang_dflash.scheduler.choices import NARROW, Plan
+from sglang_dflash.scheduler.order import Order
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import BestRows
 
@@ -72,16 +73,22 @@ DRAFTERS = {
 
 @dataclass(frozen=True)
 class Host:
-    """Milliseconds of a step: always, for each request, for prompts at all, and for each of them."""
+    """Milliseconds of a step: always, for each request, for prompts at all, and for each of them; of each further round
+    in a step, always and for each request."""
 
     step: float = 1.5
     request: float = 0.04
     prompts: float = 2.5
     prompt: float = 1.0
+    further: float = 0.5
+    further_request: float = 0.015
 
     def takes(self, random: np.random.Generator, requests: int, prompts: int) -> float:
         took = self.step + self.request * requests + bool(prompts) * self.prompts
         return (took + self.prompt * prompts) * random.lognormal(0.0, 0.25)
+
+    def takes_further(self, requests: int) -> float:
+        return self.further + self.further_request * requests
 
 
 class AllRows(BestRows):
@@ -98,7 +105,12 @@ class AllRows(BestRows):
         self._all = width
 
     def next(
-        self, requests: int, keys: int = 0, prompt_rows: int = 0, adapted: bool = False
+        self,
+        requests: int,
+        keys: int = 0,
+        prompt_rows: int = 0,
+        adapted: bool = False,
+        rounds: int = 1,
     ) -> Plan:
         if self._all == WIDTH:
             return Plan(WIDTH)
@@ -114,6 +126,7 @@ class Served:
     steps: int = 0
     requests: int = 0  # in all steps together
     accepted: int = 0
+    rounds: int = 0
     waited: list[float] = field(default_factory=list)  # for the first token
 
     @property
@@ -139,11 +152,18 @@ class Traffic:
         self._left = np.zeros(0, dtype=np.int64)  # tokens of those that run
         self._now = 0.0
 
-    def serve(self, planner: Callable[[Pace], BestRows], steps: int) -> Served:
-        """So many steps, of which the first fifth is not counted."""
+    def serve(
+        self, planner: Callable[[Pace], BestRows], steps: int, several: bool = False
+    ) -> Served:
+        """So many steps, of which the first fifth is not counted.
+
+        Args:
+            several: whether a step may have several rounds.
+        """
         pace = Pace(SimpleNamespace(world_size=1))
         took: tuple[deque[float], deque[float]] = (deque(maxlen=_STEPS), deque(maxlen=_STEPS))
         plans, warm = planner(pace), steps // 5
+        self._order = Order("cuda", pace) if several else None
         self._step(plans, pace, took, Served())
         for _ in range(warm):
             self._step(plans, pace, took, Served())
@@ -159,24 +179,34 @@ class Traffic:
         chosen = self._now - _CHOSEN
         new = [asked for asked in self._asked if asked <= max(chosen, 0.0)]
         self._asked = [asked for asked in self._asked if asked > max(chosen, 0.0)]
-        requests, rows, device, plan = len(self._left), PROMPT * len(new), 0.0, None
+        requests, rows, device = len(self._left), PROMPT * len(new), 0.0
+        keys, rounds, made = CONTEXT * requests, 1, []
         if requests:
-            plan = plans.next(requests, CONTEXT * requests, rows)
-            device = plans.milliseconds(plan, requests, CONTEXT * requests, rows, False)
+            if self._order is not None and not new:
+                promised = partial(plans.promise, requests=requests, keys=keys, adapted=False)
+                rounds = self._order.rounds(promised)
+            made = rounds * [plans.next(requests, keys, rows, rounds=rounds)]
+            device = rounds * plans.milliseconds(made[0], requests, keys, rows, False)
         elif new:
             device = h200().passes(len(new)).at(rows)
         host = self._host.takes(self._random, requests, len(new))
         took[bool(new)].append(host)
         pace.alone, pace.with_prompts = np.array(took[0]), np.array(took[1])
-        self._now += max(host, device)
-        if plan is not None:
+        further = self._host.takes_further(requests)
+        if rounds > 1:
+            pace.further = np.array([further])
+        self._now += max(host + (rounds - 1) * further, device)
+        served.rounds += rounds
+        for plan in made:
             self._accept(plans, plan, served)
+        self._leave()
         lengths = self._random.gamma(4, self._answer / 4, len(new)).astype(np.int64)
         self._left = np.concatenate([self._left, np.maximum(lengths, 8) - 1])
         served.tokens += len(new)
         served.waited += [self._now - asked for asked in new]
 
     def _accept(self, plans: BestRows, plan: Plan, served: Served) -> None:
+        """Of requests that have ended meanwhile a round is in vain."""
         chances, right = self._drafter.drafts(self._random, len(self._left))
         drafts = plan.width - 1
         verified = np.ones((len(self._left), drafts), dtype=bool)
@@ -187,10 +217,17 @@ class Traffic:
         lengths = 1 + (right[:, :drafts] * verified).sum(axis=1).astype(np.int64)
         if drafts:
             plans.note(chances[:, :drafts].astype(np.float32))
-        served.requests += len(lengths)
-        served.accepted += int(lengths.sum())
-        served.tokens += int(np.minimum(lengths, self._left).sum())
+        runs = self._left > 0
+        served.requests += int(runs.sum())
+        served.accepted += int(lengths[runs].sum())
+        served.tokens += int(np.minimum(lengths, self._left)[runs].sum())
         self._left = self._left - lengths
+
+    def _leave(self) -> None:
+        """Those whose answers are whole, who ask again."""
         ended = int((self._left <= 0).sum())
+        if self._order is not None:
+            for _ in range(ended):
+                self._order.ended(1, self._answer)
         self._asked += [self._now + _HTTP + wait for wait in self._random.exponential(1.0, ended)]
         self._left = self._left[self._left > 0]

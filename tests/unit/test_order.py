@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sglang_dflash.errors import DFlashError
+from sglang_dflash.scheduler.choices import Promise
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.order import (
     AHEAD,
@@ -18,17 +21,32 @@ from sglang_dflash.scheduler.order import (
     Order,
     choose_in_order,
 )
+from sglang_dflash.scheduler.pace import Pace
 
 
 def order(
     device: str = "cuda", host: float = 5.0, beside_prompts: float = 9.0, further: float = 1.0
 ) -> Order:
     """With a host that takes so many milliseconds for a step, and for each further round of one."""
+    pace = Pace(SimpleNamespace(world_size=1))
+    pace.alone, pace.with_prompts = np.array([host]), np.array([beside_prompts])
+    pace.further = np.array([further])
+    return Order(device, pace)
 
-    def of_several(rounds: int, prompts: bool) -> float:
-        return (beside_prompts if prompts else host) + (rounds - 1) * further
 
-    return Order(device, SimpleNamespace(of_several=of_several))
+def promised(order: Order, device: float, tokens: float = 2.0) -> Callable[[int], Promise]:
+    """Of rounds that take the device so long, and give so many tokens."""
+
+    def promise(rounds: int) -> Promise:
+        times = order._pace.of_steps(np.array([device]), False, rounds)
+        return Promise(tokens, device, float(times[0]))
+
+    return promise
+
+
+def ends(order: Order, rounds: int, tokens: int | None = None) -> None:
+    for _ in range(64):
+        order.ended(rounds, 2 * rounds if tokens is None else tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +58,7 @@ def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ten_waits_beside_a_step() -> None:
     """Each for what the device takes beyond a quarter of the step; that takes the host 5 ms, or 9 beside prompts."""
     first = order()
-    for _ in range(3):
-        first.ended(9)
+    ends(first, 9)
     first.launched(1.25 + 0.49)
     assert first.looks_first()
     first.launched(1.25 + 0.51)
@@ -53,12 +70,10 @@ def test_ten_waits_beside_a_step() -> None:
 def test_long_answers() -> None:
     """Whose one step is soon outweighed; what count are the last ones."""
     first = order()
-    for _ in range(64):
-        first.ended(99)
+    ends(first, 99)
     first.launched(1.6)
     assert not first.looks_first()
-    for _ in range(64):
-        first.ended(9)
+    ends(first, 9)
     assert first.looks_first()
 
 
@@ -67,14 +82,14 @@ def test_nothing_is_known() -> None:
     first = order()
     first.launched(0.1)
     assert not first.looks_first()
-    first.ended(9)
+    first.ended(9, 20)
     assert first.looks_first()
     first.launched_prompts(None)
     assert not first.looks_first()
     first.launched_prompts(1.0)
     assert first.looks_first()
     unmeasured = order(host=0.0)
-    unmeasured.ended(9)
+    unmeasured.ended(9, 20)
     unmeasured.launched(0.1)
     assert not unmeasured.looks_first()
 
@@ -93,38 +108,42 @@ def test_a_named_order(monkeypatch: pytest.MonkeyPatch) -> None:
         order()
 
 
+def chosen_for(device: float, rounds: int = 20, **host: float) -> int:
+    """By answers of so many rounds, which take the device so long."""
+    several = order(**host)
+    assert several.rounds(promised(several, device)) == 1  # nothing is known
+    ends(several, rounds)
+    return several.rounds(promised(several, device))
+
+
 def test_rounds_of_a_step() -> None:
     """As many as the device computes while the host is at work for them, if answers are not too short."""
+    assert chosen_for(0.5) == 4
+    assert chosen_for(2.9) == 2  # 24.5 times 3 ms instead of 22 times 5
+    assert chosen_for(5.0) == 1
+    assert chosen_for(0.1, rounds=3, further=4.9) == 1  # it costs the host as much as a step
+    assert chosen_for(0.1, rounds=1000, further=4.5) > 1
+    assert chosen_for(0.1, rounds=1) < 4
+
+
+def test_nobody_waits_for_long() -> None:
+    assert chosen_for(8.0, rounds=100, host=30.0) == 4
+    assert chosen_for(11.0, rounds=100, host=37.0) == 3  # four would take 44 ms
+    assert chosen_for(21.0, rounds=100, host=60.0) == 1
+
+
+def test_a_number_lasts_for_some_steps() -> None:
     several = order()
-    assert several.rounds() == 1
-    several.launched(0.5)
-    assert several.rounds() == 1
-    for _ in range(64):
-        several.ended(20)
-    assert several.rounds() == 4
-    several.launched(0.1, prompts=True)
-    assert several.rounds() == 4  # beside prompts rounds take longer, or none is known
-    several.launched_prompts(7.0)
-    assert several.rounds() == 4
-    several.launched(2.9)
-    assert several.rounds() == 2  # 11.25 steps of 6 ms instead of 22 of 5
-    several.launched(5.0)
-    assert several.rounds() == 1
-    dear = order(further=4.9)
-    dear.launched(0.1)
-    for _ in range(64):
-        dear.ended(3)
-    assert dear.rounds() == 1
-    for _ in range(64):
-        dear.ended(1000)
-    assert dear.rounds() > 1
+    ends(several, 20)
+    found = [several.rounds(promised(several, device)) for device in [0.5] * 8 + [9.0] * 9]
+    assert found == [4] * 8 + [1] * 9
+    assert [several.rounds(lambda rounds: None) for _ in range(9)][-1] == 1
 
 
 def test_looking_at_several_rounds_first() -> None:
     """What is waited for are all of them, and answers have fewer steps."""
     first = order()
-    for _ in range(64):
-        first.ended(40)
+    ends(first, 40)
     first.launched(1.4)
     assert not first.looks_first()  # 41 waits of 0.15 ms
     first.launched(1.4, rounds=4)  # 11 waits of 3.6 ms, and a step has 8
@@ -135,10 +154,10 @@ def test_looking_at_several_rounds_first() -> None:
 
 def test_a_named_number_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROUNDS, "3")
-    assert order("cpu").rounds() == 3
+    assert order("cpu").rounds(lambda rounds: None) == 3
     monkeypatch.setenv(ROUNDS, RANDOM)
     ranks = order(), order()
-    drawn = [[rank.rounds() for _ in range(50)] for rank in ranks]
+    drawn = [[rank.rounds(lambda rounds: None) for _ in range(50)] for rank in ranks]
     assert drawn[0] == drawn[1] and {*drawn[0]} == {1, 2, 3, 4}
     monkeypatch.setenv(ROUNDS, "5")
     with pytest.raises(DFlashError, match="'5': set it to 1, 2, 3, 4 or random"):

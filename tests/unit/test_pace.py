@@ -149,3 +149,7 @@ def test_further_rounds_of_a_step(clock: Clock) -> None:
         pace.took_further(1.5e-3)
     assert pace.of(False) == pytest.approx(4.0)
     assert pace.of_several(3, False) == pytest.approx(7.0)
+    assert pace.of_each(1).mean() == pytest.approx(4.0)
+    assert pace.of_each(3).mean() == pytest.approx(7.0 / 3)
+    device = np.array([1.0, 2.5, 5.0])
+    assert pace.of_steps(device, False, rounds=3) == pytest.approx([7 / 3, 2.5, 5.0])

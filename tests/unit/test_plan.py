@@ -10,8 +10,9 @@ import pytest
 
 from sglang_dflash.round.costs import Costs, Staircase
 from sglang_dflash.scheduler.choices import NARROW, PLAIN, PROBE, RAGGED, WHOLE, Plan
+from sglang_dflash.scheduler.fixed_plans import WholeBlocks
 from sglang_dflash.scheduler.pace import Pace
-from sglang_dflash.scheduler.plan import BestRows, WholeBlocks
+from sglang_dflash.scheduler.plan import BestRows
 
 WIDTH, SIZES = 16, [64, 128, 256, 512, 1024, 2048]
 
@@ -378,3 +379,18 @@ def test_other_times_while_a_probe_is_on_its_way() -> None:
         pass
     plans.take(costs(0.1))
     assert plans.next(64).reason == PLAIN
+
+
+def test_what_rounds_in_steps_of_several_promise() -> None:
+    """The best for its time, of which the host takes less the more of them a step has."""
+    plans = BestRows(WIDTH, dear_drafts(), paced(24.0, 0.0))
+    assert plans.promise(1, 64, 0, False) is None  # nothing was seen
+    assert WholeBlocks(WIDTH).promise(1, 64, 0, False) is None
+    plans.note(chances(0.6))
+    one, two = (plans.promise(rounds, 64, 6400, False) for rounds in (1, 2))
+    assert one.step >= 24.0 and one.device <= one.step
+    # Further rounds cost the host a quarter until they are measured: 30 ms for two.
+    assert 15.0 <= two.step < one.step and two.tokens <= one.tokens
+    assert two.tokens / two.step > one.tokens / one.step
+    plan = plans.plan(64, 6400, rounds=2)
+    assert plan.rows(64) <= plans.plan(64, 6400).rows(64)

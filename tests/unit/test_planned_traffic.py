@@ -16,12 +16,21 @@ WIDTHS = (2, 4, 6, 8, 12, 16)
 
 @cache
 def served(
-    tokens: float, clients: int, width: int | None, answer: int = CHAT, host: Host = USUAL
+    tokens: float,
+    clients: int,
+    width: int | None,
+    answer: int = CHAT,
+    host: Host = USUAL,
+    several: bool = False,
 ) -> Served:
-    """`width` of all blocks, all of whose rows are verified; None for what is planned."""
+    """`width` of all blocks, all of whose rows are verified; None for what is planned.
+
+    Args:
+        several: whether steps may have several rounds.
+    """
     traffic = Traffic(clients, DRAFTERS[tokens], answer, host)
     if width is None:
-        return traffic.serve(partial(BestRows, WIDTH, h200()), 400)
+        return traffic.serve(partial(BestRows, WIDTH, h200()), 400, several)
     return traffic.serve(lambda pace: AllRows(width, h200()), 400)
 
 
@@ -76,3 +85,25 @@ def test_hosts_of_other_speeds(factor: float, clients: int) -> None:
 def test_long_answers(clients: int) -> None:
     best = max(served(4.0, clients, width, answer=1161).tokens_s for width in WIDTHS)
     assert served(4.0, clients, None, answer=1161).tokens_s >= 0.99 * best
+
+
+@pytest.mark.parametrize("clients", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("tokens", DRAFTERS)
+@pytest.mark.parametrize("answer", [CHAT, 1161])
+def test_several_rounds_in_a_step(tokens: float, clients: int, answer: int) -> None:
+    """Where the device is the slower one, steps have one, and nothing is lost anywhere."""
+    one, several = (served(tokens, clients, None, answer, several=more) for more in (False, True))
+    assert several.tokens_s >= 0.99 * one.tokens_s
+    if clients <= 16:
+        assert several.rounds == several.steps
+
+
+@pytest.mark.parametrize("clients", [8, 16, 64])
+def test_a_host_that_is_slower_than_the_device(clients: int) -> None:
+    """As with a small model: rounds are launched together, and more is answered."""
+    host = Host(*(4 * part for part in vars(USUAL).values()))
+    one, several = (
+        served(2.5, clients, None, 1161, host=host, several=more) for more in (False, True)
+    )
+    assert several.rounds > 1.3 * several.steps
+    assert several.tokens_s > 1.1 * one.tokens_s

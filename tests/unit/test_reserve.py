@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import ceil_align
 
+from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.reserve import reserve, slot_limit, slots_required
 from sglang_dflash.scheduler.rows import rows_of_requests
@@ -214,7 +215,7 @@ def overlapped(batch: SimpleNamespace) -> SimpleNamespace:
 def worker() -> tuple[DFlashWorkerV2, list[str]]:
     """A worker without models, and why its rounds waited."""
     made, reasons = object.__new__(DFlashWorkerV2), []
-    made.width, made.launched_width = WIDTH, 3
+    made.width, made.launched = WIDTH, SimpleNamespace(plan=Plan(3))
     made.metrics = SimpleNamespace(fell_back=reasons.append, stepped=lambda rounds: None)
     made.linear_states, made.rounds = None, SimpleNamespace(graphs=object())
     made._server_args = SimpleNamespace(enable_hierarchical_cache=True, enable_nan_detection=True)

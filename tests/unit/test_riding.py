@@ -20,7 +20,7 @@ from sglang_dflash.round.run import RoundRunner
 from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
-from sglang_dflash.scheduler.plan import WholeBlocks
+from sglang_dflash.scheduler.fixed_plans import WholeBlocks
 from sglang_dflash.scheduler.riding import Riding
 
 WIDTH, SIZE = 8, 200

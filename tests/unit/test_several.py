@@ -49,28 +49,43 @@ def test_who_is_to_be_looked_at(wants: dict) -> None:
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_as_many_as_there_are_slots_for(page: int) -> None:
-    """A request of 16 tokens with 8 in flight takes 16, 24, 32 and 40 more for blocks of 8, pages of 16 aside."""
+    """A request of 16 tokens with 8 in flight takes 16 more for a block of 8, and 4 for each further one of 4.
+
+    Those are a quarter of what is left at most.
+    """
     batch = world(page, size=160)
     batch.spec_info = DFlashDraftInput(8, in_flight=8)
     admit(batch, prompt=16, limit=90)
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     found = []
-    while allocator.available_size() >= 16:
-        found.append((allocator.available_size(), with_slots(batch, 4)))
+    while (free := allocator.available_size()) >= 16:
+        found.append((free, with_slots(batch, 4, 4)))
         allocator.alloc(16)
-    needs = {1: (0, 24, 32, 40), 16: (0, 32, 32, 48)}[page]
+    needs = {1: (0, 4, 8, 12), 16: (0, 16, 16, 16)}[page]
     assert len(found) == 9
     for free, rounds in found:
-        assert rounds == max(i + 1 for i, need in enumerate(needs) if need <= free)
+        left = (free - 16) / 4
+        assert rounds == max(i + 1 for i, need in enumerate(needs) if need <= left or not i)
+
+
+def test_prefixes_make_room() -> None:
+    batch = world(1, size=160)
+    batch.spec_info = DFlashDraftInput(8, in_flight=8)
+    admit(batch, prompt=16, limit=90)
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    allocator.alloc(allocator.available_size())
+    assert with_slots(batch, 4, 4) == 1
+    batch.tree_cache.evictable_size = lambda: 64
+    assert with_slots(batch, 4, 4) == 4
 
 
 def test_the_step_asks_how_many_rounds_it_has() -> None:
     batch = world(1, size=160)
     req = admit(batch, prompt=16, limit=90)
-    batch.spec_info = DFlashDraftInput(8, in_flight=8, choose_rounds=lambda batch: 3)
+    batch.spec_info = DFlashDraftInput(8, in_flight=8, choose_rounds=lambda batch: (3, 10))
     assert batch.spec_info.lookahead == 16
     batch.spec_info.prepare_for_decode(batch)
-    assert batch.spec_info.rounds == 3 and req.kv_allocated_len == 16 + 8 + 3 * 8
+    assert batch.spec_info.rounds == 3 and req.kv_allocated_len == 16 + 8 + 8 + 10
 
 
 class Device:
@@ -101,8 +116,8 @@ def served(
     req.req_pool_idx, req.kv_committed_len, req.kv_allocated_len = 0, 3, 200
     worker = object.__new__(DFlashWorkerV2)
     worker.steps = []
-    worker.width = worker.launched_width = WIDTH
-    worker.linear_states, worker.riding = None, SimpleNamespace(boards=False)
+    worker.width = worker._width = WIDTH
+    worker.linear_states = None
     worker.pace, worker.flight = Pace(SimpleNamespace(world_size=1)), Flight()
     worker.order, worker.rounds = Order("cpu", worker.pace), SimpleNamespace(graphs=object())
     worker._server_args = SimpleNamespace(enable_hierarchical_cache=False)
@@ -112,7 +127,9 @@ def served(
         return partial(device.round, req.kv_committed_len - 3 + ahead)
 
     def launch_first(batch: SimpleNamespace, ahead: int):
-        worker.note_round(Plan(WIDTH, reason=reason), 0, 0, None)
+        plan = Plan(WIDTH, reason=reason)
+        worker.launched = SimpleNamespace(plan=plan)
+        worker.note_round(plan, 0, 0, None)
         return launch(ahead)
 
     def commit(reqs, tokens, lengths, output, expected) -> list[list[int]]:
@@ -124,7 +141,8 @@ def served(
     while not req.finished() or pending is not None:
         launched = None
         if not req.finished():
-            spec = DFlashDraftInput(WIDTH, in_flight, rounds=rounds)
+            further = (rounds - 1) * WIDTH
+            spec = DFlashDraftInput(WIDTH, in_flight, rounds=rounds, further=further)
             batch = SimpleNamespace(reqs=[req], seq_lens=None, forward_mode=DECODES, spec_info=spec)
             launched = worker.forward_batch_generation(batch)
             in_flight = launched.next_draft_input.in_flight

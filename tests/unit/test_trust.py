@@ -151,7 +151,7 @@ class World:
 
     def _worker(self, state: RequestState) -> DFlashWorkerV2:
         made = object.__new__(DFlashWorkerV2)
-        made.width, made.launched_width, made.linear_states = WIDTH, WIDTH, None
+        made.width, made.linear_states = WIDTH, None
         made.pace, made.flight = Pace(SimpleNamespace(world_size=1)), Flight()
         made.order = Order("cpu", made.pace)
         made.rounds = SimpleNamespace(graphs=object())
@@ -162,7 +162,8 @@ class World:
         )
 
         def launch_round(batch, ahead: int):
-            made.note_round(Plan(8), 0, 0, None)
+            made.launched = SimpleNamespace(plan=Plan(WIDTH))
+            made.note_round(made.launched.plan, 0, 0, None)
             return self.target.round(batch.reqs[0])
 
         made.launch_round = launch_round
