@@ -89,10 +89,8 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def __init__(self, *args, **ranks):
         super().__init__(*args, **ranks)
         self.flight, self._late = Flight(), False
-        self._further, self._width = (
-            0,
-            self.width,
-        )  # tokens that rounds behind a first may run; width of the last one
+        # Tokens that rounds of the present step behind its first may run; width of the last blocks.
+        self._further, self._width = 0, self.width
         self.order = Order(self._server_args.device, self.pace)
         if self.linear_states is not None:
             self.linear_states.hand_on_in_order()
