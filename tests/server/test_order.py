@@ -3,6 +3,7 @@ in a step."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,25 @@ def test_answers_are_the_same(
             for prompt, answer, reference in zip(prompts, answers, expected, strict=False):
                 assert_same(answer, reference, plain, prompt)
         server.check_idle()
+
+
+def test_ranks_agree(logs: Path, plain: Server, prompts: list[str]) -> None:
+    """On what is accepted in each round, however many a step has and whenever results are looked at."""
+    log = logs / "order-ranks.log"
+    arguments = ("--tp-size", "2", "--enable-metrics", "--reasoning-parser", "qwen3")
+    variables = {
+        "SGLANG_DFLASH_WATCH": "20",
+        "SGLANG_DFLASH_ORDER": "random",
+        "SGLANG_DFLASH_STEP_ROUNDS": "random",
+    }
+    with running(log, *arguments, worker="v2", **variables) as server:
+        answers = server.generate_all(prompts[:16], concurrency=4)
+        for prompt, answer in zip(prompts, answers, strict=False):
+            assert_same(answer, plain.reference(prompt), plain, prompt)
+        assert accept_length(answers) > 6
+        counts = counted(server)
+        assert all(counts["steps_total", str(rounds)] for rounds in range(1, 5))
+        server.check_idle()
+    seen = re.findall(r"DFLASH watch: rounds=(\d+) disagreements=(\d+)", log.read_text())
+    rounds, disagreements = map(int, seen[-1])
+    assert rounds >= 60 and disagreements == 0

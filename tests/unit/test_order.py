@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -206,3 +207,46 @@ def test_where_something_overlaps() -> None:
 
 def test_a_scheduler_that_does_not_overlap() -> None:
     assert chosen(order("cpu"), overlap=False)[0] == ["choose"]
+
+
+class Ranks:
+    """Those of a group, one after the other; what the first one tells, all take."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self._told: deque[object] = deque()
+
+    def broadcast_object(self, obj: object, src: int) -> object:
+        if self.first:
+            self._told.append(copy.deepcopy(obj))
+            return obj
+        return self._told.popleft()
+
+
+def test_ranks_have_as_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each measures times of its own: what they go by are those of the first."""
+    now, ranks = [0.0], Ranks()
+    monkeypatch.setattr("sglang_dflash.scheduler.pace.time.perf_counter", lambda: now[0])
+    found = []
+    for host, further in ((5.0, 0.5), (1.0, 3.0)):
+        ranks.first = not found
+        pace = Pace(ranks)
+        several, chosen = Order("cuda", pace), []
+        for step in range(400):
+            rounds = several.rounds(promised(several, 1.0))
+            chosen.append((rounds, several.looks_first()))
+            several.launched(1.0, rounds=rounds)
+            pace.in_a_row = True
+            pace.launch(False)
+            now[0] += host / 1e3
+            if rounds > 1:
+                now[0] += (rounds - 1) * further / 1e3
+                pace.more((rounds - 1) * further / 1e3)
+                pace.took_further(further / 1e3)
+            pace.landed()
+            if step % 10 == 0:
+                several.ended(10, 20)
+        found.append(chosen)
+    assert found[0] == found[1]
+    assert {1, 4} <= {rounds for rounds, _ in found[0]}
