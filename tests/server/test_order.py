@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.checks import accept_length, assert_same, counted
-from tests.server.harness import Server, running
+from tests.server.harness import RANKS, Server, needs_gpus, running
 from tests.server.test_pool import CARELESS
 
 CHUNKS, PAGES = ("--chunked-prefill-size", "32"), ("--page-size", "16")
@@ -68,6 +68,7 @@ def test_answers_are_the_same(
         server.check_idle()
 
 
+@needs_gpus(2)
 def test_ranks_agree(logs: Path, plain: Server, prompts: list[str]) -> None:
     """On what is accepted in each round, however many a step has and whenever results are looked at."""
     log = logs / "order-ranks.log"
@@ -77,7 +78,7 @@ def test_ranks_agree(logs: Path, plain: Server, prompts: list[str]) -> None:
         "SGLANG_DFLASH_ORDER": "random",
         "SGLANG_DFLASH_STEP_ROUNDS": "random",
     }
-    with running(log, *arguments, worker="v2", **variables) as server:
+    with running(log, *arguments, worker="v2", **variables | RANKS) as server:
         answers = server.generate_all(prompts[:16], concurrency=4)
         for prompt, answer in zip(prompts, answers, strict=False):
             assert_same(answer, plain.reference(prompt), plain, prompt)

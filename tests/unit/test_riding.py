@@ -113,6 +113,20 @@ def test_those_that_decode_ride() -> None:
     assert boards(world(request(), done()))
 
 
+def test_it_is_known_while_slots_are_reserved() -> None:
+    """A step with prompts has one round."""
+    scheduler, made = world(request()), riding()
+    prompts, seen = SimpleNamespace(extend_num_tokens=20, reqs=[request()]), []
+
+    def update_running_batch(batch: SimpleNamespace) -> SimpleNamespace:
+        seen.append(made.boards)
+        return batch
+
+    scheduler.update_running_batch = update_running_batch
+    assert made.board(scheduler, prompts) is not None
+    assert seen == [True] and not made.boards
+
+
 def test_nobody_rides() -> None:
     """Without requests that decode, and where the user wants prompts to run alone."""
     assert not boards(world())
@@ -234,6 +248,26 @@ def test_prompts_that_wait_in_numbers(backlog: int, rows: int) -> None:
 def test_holds() -> None:
     assert GRAPHS.holds(256, 4)
     assert not GRAPHS.holds(257, 4) and not GRAPHS.holds(256, 5)
+
+
+def test_what_prompts_take_in_a_pass_of_their_own() -> None:
+    """Where the table of costs is asked for, and where a graph holds them."""
+    passes = SimpleNamespace(
+        passes=Staircase([64, 256], [1.0, 3.0]), holds=GRAPHS.holds, computes=lambda prompts: True
+    )
+    rounds = RoundRunner(None, None, passes)
+
+    def takes(rows: int, requests: int = 1) -> float | None:
+        return rounds.milliseconds_of(SimpleNamespace(input_ids=[0] * rows, reqs=[0] * requests))
+
+    assert takes(60) is None  # all rows are verified
+    rounds.survival = object()
+    assert takes(60) == 1.0 and takes(65) == 3.0
+    assert takes(300) is None and takes(60, requests=5) is None
+    passes.computes = lambda prompts: False
+    assert takes(60) is None
+    rounds.prompt_graphs = None
+    assert takes(60) is None
 
 
 ASKED = dict(
