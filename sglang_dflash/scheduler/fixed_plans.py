@@ -89,14 +89,7 @@ class RandomWidths(WholeBlocks):
         super().__init__(max(widths))
         self._widths, self._random = widths, random.Random(0)
 
-    def next(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
+    def next(self, requests: int, *rest: object, **more: object) -> Plan:
         return Plan(self._random.choice(self._widths))
 
 
@@ -114,14 +107,7 @@ class RandomRows(WholeBlocks):
         self._shares = bool(costs.ragged.sizes)
         self._reasons = (WHOLE, RAGGED, NARROW, PLAIN) if self._shares else (WHOLE, NARROW, PLAIN)
 
-    def next(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
+    def next(self, requests: int, *rest: object, **more: object) -> Plan:
         reason, width = self._random.choice(self._reasons), self._width
         if reason == PLAIN:
             return Plan(1, reason=PLAIN)

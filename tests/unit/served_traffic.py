@@ -104,14 +104,7 @@ class AllRows(BestRows):
         super().__init__(WIDTH, replace(costs, narrow={width: Staircase(draft.sizes, times)}))
         self._all = width
 
-    def next(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
+    def next(self, requests: int, *rest: object, **more: object) -> Plan:
         if self._all == WIDTH:
             return Plan(WIDTH)
         return Plan(self._all, requests * self._all, NARROW)
