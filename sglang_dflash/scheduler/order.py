@@ -70,10 +70,6 @@ class Order:
         """
         self._takes, self._prompts, self._launched = takes, prompts, rounds
 
-    def launched_prompts(self, takes: float | None) -> None:
-        """The same of prompts in a pass of their own."""
-        self._takes, self._prompts, self._launched = takes, False, 1
-
     def ended(self, rounds: int, tokens: int) -> None:
         """A request has ended, after so many rounds and tokens."""
         self._ended.append((rounds, tokens))

@@ -120,7 +120,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
         self.order.launched(None if apart else takes, boarded > 0, self.step_rounds)
 
     def note_prompts(self, batch: ModelWorkerBatch) -> None:
-        self.order.launched_prompts(self.rounds.milliseconds_of(batch))
+        self.order.launched(self.rounds.milliseconds_of(batch))
 
     def choose_rounds(self, batch: ScheduleBatch) -> tuple[int, int]:
         """How many the next step has, over a decode batch for which slots are about to be reserved.
