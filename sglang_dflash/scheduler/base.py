@@ -200,7 +200,7 @@ class DFlashWorkerBase:
         self.launched = Launched(batch, plan, sampling, adapters)
         self.note_round(plan, boarded, self.riding.prompt_rows, takes)
         if prompts is None:
-            return self.launch_again(ahead)
+            return self._launch_alone(starts, bounds)
         run = partial(prefill, self.parts, self.target_worker, prompts)
         finish, done = self.rounds.launch_with_prompts(
             rows, bounds, width, sampling, run, plan.total, adapters
@@ -212,13 +212,27 @@ class DFlashWorkerBase:
 
     def launch_again(self, ahead: int) -> Finish:
         """Launches a round like the last one, without prompts; see `launch_round`."""
+        starts = _starts(self.launched.batch, ahead)
+        return self._launch_alone(starts, torch.tensor(starts))
+
+    def _launch_alone(self, starts: Sequence[int], bounds: torch.Tensor) -> Finish:
+        """Launches a round as `launched` says.
+
+        Args:
+            starts, bounds: where its blocks begin at most, [bs] int64.
+        """
         last = self.launched
-        batch, plan, starts = last.batch, last.plan, _starts(last.batch, ahead)
+        batch, plan = last.batch, last.plan
         ends = zip(batch.reqs, starts, strict=True)
         cut = any(start + plan.width > slot_limit(req) for req, start in ends)
-        rows, bounds = batch.req_pool_indices, torch.tensor(starts)
         finish = self.rounds.launch(
-            rows, bounds, plan.width, last.sampling, cut, plan.total, last.adapters
+            batch.req_pool_indices,
+            bounds,
+            plan.width,
+            last.sampling,
+            cut,
+            plan.total,
+            last.adapters,
         )
         self.metrics.launched(plan.reason, plan.rows(len(starts)))
         return partial(self._finish, finish)
