@@ -1,4 +1,4 @@
-"""Passes over prompts, alone and beside blocks: what they hold, compute and take, and for how many rows there is time."""
+"""Passes over prompts, alone and beside blocks: what they hold, compute and take, for how many rows there is time."""
 
 from __future__ import annotations
 
