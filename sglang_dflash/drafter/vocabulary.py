@@ -114,7 +114,7 @@ class BorrowedVocabulary:
         value, index, second = row_top2(self.logits(hidden))
         group = get_tp_group()
         if group.world_size == 1:
-            return index, (value.float() - second.float())
+            return index, value - second
         token_ids = (index + self._first_id).double()
         mine = torch.stack([value.double(), token_ids, second.double()])  # [3, n]
         values, ids, seconds = group.all_gather(mine[None], dim=0).unbind(dim=1)  # [tp, n] each

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_dflash.gpu.kernels.accept import accept_and_advance
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.state import RequestState
 
 
@@ -49,14 +50,25 @@ def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> Accepted:
 
 
 def accept_round(
-    target_tokens: torch.Tensor, draft_tokens: torch.Tensor, rows: torch.Tensor, state: RequestState
+    target_tokens: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    rows: torch.Tensor,
+    state: RequestState,
+    ragged: Ragged | None = None,
 ) -> Accepted:
-    """`accept`, and the state of the requests at `rows` ([bs] int64) moved on; on a GPU in one launch."""
+    """`accept`, and the state of the requests at `rows` ([bs] int64) moved on; on a GPU in one launch.
+
+    Args:
+        ragged: which rows were verified; None for all.
+    """
     if rows.is_cuda:
+        counts = None if ragged is None else ragged.counts
         lengths, bonus_tokens = accept_and_advance(
-            target_tokens, draft_tokens, rows, *state.moved_by_rounds
+            target_tokens, draft_tokens, rows, *state.moved_by_rounds, counts
         )
         return Accepted(target_tokens, lengths, bonus_tokens)
+    if ragged is not None:
+        draft_tokens = ragged.hide(draft_tokens)
     accepted = accept(target_tokens, draft_tokens)
     state.advance(rows, target_tokens, accepted.lengths, accepted.bonus_tokens)
     return accepted

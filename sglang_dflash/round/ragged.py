@@ -45,11 +45,10 @@ class Ragged:
             total: of all requests, from bs to bs * width.
         """
         requests, drafts = chances.shape
-        order = chances.flatten().argsort(descending=True, stable=True)
         if at_once.used():
             most, widest = max(requests, _MOST), max(drafts + 1, _WIDEST)
-            made = share_rows(order, requests, drafts + 1, total, most, widest)
-            return cls(total, drafts + 1, *made)
+            return cls(total, drafts + 1, *share_rows(chances, total, most, widest))
+        order = chances.flatten().argsort(descending=True, stable=True)
         owners = order[: total - requests] // drafts
         counts = torch.ones_like(order[:requests])
         counts.scatter_add_(0, owners, torch.ones_like(owners))

@@ -89,9 +89,7 @@ def accept_blocks(
     tokens, output = choose(
         parts.vocabulary, sampler, blocks.target, blocks.positions, drafts, sampling, ragged
     )
-    if ragged is not None:
-        drafts = ragged.hide(drafts)
-    accepted = accept_round(tokens, drafts, blocks.rows, parts.state)
+    accepted = accept_round(tokens, drafts, blocks.rows, parts.state, ragged)
     if sampling is not None:
         sampling.note(accepted.tokens, accepted.lengths)
     return accepted, output

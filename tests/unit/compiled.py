@@ -13,8 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_dflash.gpu.kernels import (
+    accept,
     adapter_products,
     adapter_rows,
+    argmax,
     delta_net_rows,
     delta_net_states,
     fill_pass,
@@ -151,14 +153,34 @@ def of_rounds(capability: int) -> int:
     types = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
     types |= dict.fromkeys(("prompt_begins_ptr", "ended_ptr"), "*i32")
     filled = types | {"lengths_ptr": "*i32", "ends_ptr": "*i32"}
-    shared = dict(REQUESTS_POW2=256, WIDEST_POW2=16, CHUNK=64)
+    shared, chances = dict(REQUESTS_POW2=256, WIDEST_POW2=16), {"chances_ptr": "*fp32"}
     made = [
-        compiled(share_rows._share, capability, shared, types, 8),
+        compiled(share_rows._share, capability, shared, types | chances, 8),
         compiled(start_requests._start, capability, dict(ENDS=4), types, 1),
     ]
     for ragged, mrope in itertools.product((False, True), repeat=2):
         options = dict(RAGGED=ragged, MROPE=mrope, TILE=256)
         made.append(compiled(fill_pass._fill, capability, options, filled, 4))
+    return max(each.metadata.shared for each in made)
+
+
+def of_tokens(capability: int) -> int:
+    """Compiles what finds the likeliest tokens and accepts drafts; the shared memory of the largest."""
+    made, types = [], dict.fromkeys(("index_ptr", "indices_ptr"), "*i64") | {"stride": "i32"}
+    for parts, second in itertools.product((1, 2, 16), (False, True)):
+        options = dict(SIZE=151_936, PARTS=parts, SECOND=second)
+        types |= {"x_ptr": "*bf16", "second_ptr": "*fp32", "seconds_ptr": "*fp32"}
+        types |= dict.fromkeys(("value_ptr", "values_ptr"), "*fp32" if second else "*bf16")
+        first = options | {"TILE": 4096} | ({} if second else {"second_ptr": None})
+        made.append(compiled(argmax._part_of_row, capability, first, types, 8))
+        if parts > 1:
+            rest = options if second else options | {"second_ptr": None, "seconds_ptr": None}
+            made.append(compiled(argmax._of_parts, capability, rest, types, 1))
+    types = {name: "*i64" for name in accept._accept.arg_names if name.endswith("_ptr")}
+    types |= {"ended_ptr": "*i32", "padding_row": "i32"}
+    for ragged in (False, True):
+        options = dict(ENDS=4, WIDTH=16, WIDTH_POW2=16, RAGGED=ragged)
+        made.append(compiled(accept._accept, capability, options, types, 1))
     return max(each.metadata.shared for each in made)
 
 
@@ -217,6 +239,7 @@ def main() -> None:
             capability, "linear attention", f"{delta_nets(capability, dtype):,} bytes", flush=True
         )
         print(capability, "rounds", f"{of_rounds(capability):,} bytes", flush=True)
+        print(capability, "tokens", f"{of_tokens(capability):,} bytes", flush=True)
         print(capability, "small", f"{small(capability, dtype):,} bytes", flush=True)
         if capability >= 89:
             print(capability, "FP8", f"{in_fp8(capability):,} bytes", flush=True)

@@ -30,6 +30,7 @@ from sglang_dflash.gpu.kernels.store_rows import store_rows
 from sglang_dflash.gpu.kernels.swiglu import swiglu, swiglu_reference
 from sglang_dflash.gpu.tilings import KNOWN, Key, Kind, candidates
 from sglang_dflash.round.accept import accept
+from sglang_dflash.round.ragged import Ragged
 from sglang_dflash.round.state import ENDS, RequestState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,9 +98,15 @@ def test_a_round_in_vain_past_the_end(beyond: int) -> None:
         assert int(start) == COLUMNS - width and int(keys) == COLUMNS
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("width", [2, 3, 8, 15, 16])
-def test_accept(width: int) -> None:
+def test_accept(width: int, ragged: bool) -> None:
+    """Of all rows, and of those that were verified."""
     rows = torch.tensor([2, 0, 7, 1, 7], device=DEVICE)
+    shared = None
+    if ragged:
+        counts = torch.tensor([width, 1, 2, min(3, width), 1], device=DEVICE)
+        shared = Ragged.of(counts, int(counts.sum()), width)
     for _ in range(5):
         target = torch.randint(0, 2, (5, width), device=DEVICE)
         draft = torch.randint(0, 2, (5, width - 1), device=DEVICE)
@@ -107,8 +114,9 @@ def test_accept(width: int) -> None:
         state = RequestState(7, DEVICE)
         state.lengths += torch.arange(8, device=DEVICE) * 10
         before = state.lengths.clone()
-        lengths, bonus = accept_and_advance(target, draft, rows, *state.moved_by_rounds)
-        expected = accept(target, draft)
+        counts = shared and shared.counts
+        lengths, bonus = accept_and_advance(target, draft, rows, *state.moved_by_rounds, counts)
+        expected = accept(target, shared.hide(draft) if shared else draft)
         assert torch.equal(lengths, expected.lengths)
         assert torch.equal(bonus, expected.bonus_tokens)
         for request, row in enumerate(rows.tolist()):
@@ -260,9 +268,9 @@ def test_swiglu(n: int, size: int) -> None:
     torch.testing.assert_close(swiglu(gate_up), swiglu_reference(gate_up))
 
 
-@pytest.mark.parametrize(("n", "size"), [(4, 300), (70, 9000)])
+@pytest.mark.parametrize(("n", "size"), [(4, 300), (3, 40_000), (70, 9000), (600, 5000)])
 def test_row_max(n: int, size: int) -> None:
-    """Equal elements are many, and of those the first counts."""
+    """Equal elements are many, and of those the first counts; by one program a row, and by several."""
     x = torch.randint(-5, 5, (n, size), device=DEVICE).float()
     x[0] = -1e30
     value, index = row_max_kernel(x)
@@ -271,12 +279,13 @@ def test_row_max(n: int, size: int) -> None:
 
 
 def test_row_max_of_nan() -> None:
-    x = torch.randn(5, 9000, device=DEVICE)
+    x = torch.randn(6, 9000, device=DEVICE)
     x[1] = float("nan")
     x[2, 8000:8003] = float("nan")
     x[3, 17], x[3, 4200] = float("inf"), float("nan")
+    x[5, 17], x[5, 8500] = float("nan"), float("nan")
     value, index = row_max_kernel(x)
-    assert value.isnan().tolist() == [False, True, True, True, False]
+    assert value.isnan().tolist() == [False, True, True, True, False, True]
     assert index.tolist() == x.max(dim=-1).indices.tolist()
 
 
@@ -356,10 +365,11 @@ def test_tilings_of_real_models(key: Key) -> None:
             torch.testing.assert_close(whole.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("n", "size"), [(4, 300), (70, 9000)])
+@pytest.mark.parametrize(("n", "size"), [(4, 300), (4, 40_000), (70, 9000), (600, 5000)])
 def test_row_top2(n: int, size: int) -> None:
-    """The next largest is as large as the largest where that is there twice."""
+    """The next largest is as large as the largest where that is there twice; by one program a row, and by several."""
     x = torch.randn(n, size, device=DEVICE)
+    x[0, size // 2], x[0, -1] = 9.0, 8.0
     x[1] = torch.randint(-5, 5, (size,), device=DEVICE).float()
     x[2] = -1e30
     x[3, :-2] = float("-inf")

@@ -34,15 +34,25 @@ def test_the_likeliest_drafts_get_rows(total: int) -> None:
 @pytest.mark.parametrize("width", [2, WIDTH])
 @pytest.mark.parametrize("requests", [1, 7, 300])
 def test_the_kernel_shares_rows_as_tensors_do(requests: int, width: int) -> None:
-    """None but the first, some, and all; more drafts than are counted at once."""
+    """None but the first, some, and all; many are as likely as others, certain, or of requests that have ended."""
     torch.manual_seed(requests)
-    chances = torch.rand(requests, width - 1).cumprod(dim=1)
-    order = chances.flatten().argsort(descending=True, stable=True)
-    for total in {requests, requests * width // 2 + 1, requests * width}:
+    rates = torch.rand(12)[torch.randint(12, (requests, width - 1))]
+    rates[::5], rates[1::5, 0] = 0.0, 1.0
+    chances = rates.cumprod(dim=1)
+    for total in {requests, requests + 1, requests * width // 2 + 1, requests * width}:
         expected = Ragged.share(chances, total)
-        shared = share_rows(order.to(DEVICE), requests, width, total, 300, 2 * WIDTH)
+        shared = share_rows(chances.to(DEVICE), total, 300, 2 * WIDTH)
         for made, name in zip(shared, ("counts", "begins", "source"), strict=True):
             assert torch.equal(made.cpu(), getattr(expected, name)), name
+
+
+def test_chances_that_are_none() -> None:
+    """Rows are as many as were asked for, whatever was estimated."""
+    chances = torch.full((3, WIDTH - 1), 1.0000001)
+    chances[1] = float("nan")
+    for total in (3, 5, 18):
+        counts, begins, source = share_rows(chances.to(DEVICE), total, 3, WIDTH)
+        assert counts.sum() == total == len(source.unique())
 
 
 def test_rows_that_are_the_same_of_all() -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 def _accept(
     target_ptr,
     draft_ptr,
+    counts_ptr,
     rows_ptr,
     accepted_ptr,
     bonus_out_ptr,
@@ -23,13 +24,16 @@ def _accept(
     ENDS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_POW2: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     request = tl.program_id(0)
     i = tl.arange(0, WIDTH_POW2)
     drafted = i < WIDTH - 1
+    if RAGGED:
+        drafted &= i < tl.load(counts_ptr + request) - 1
     target = tl.load(target_ptr + request * WIDTH + i, mask=drafted, other=-1)
     draft = tl.load(draft_ptr + request * (WIDTH - 1) + i, mask=drafted, other=-2)
-    # Drafts up to the first mismatch; beyond the drafts, the padding mismatches.
+    # Drafts up to the first mismatch; beyond those that were verified, the padding mismatches.
     accepted = tl.min(tl.where(target == draft, WIDTH_POW2, i), axis=0)
     bonus = tl.load(target_ptr + request * WIDTH + accepted)
     tl.store(accepted_ptr + request, (accepted + 1).to(tl.int64))
@@ -57,6 +61,7 @@ def accept_and_advance(
     limits: torch.Tensor,
     ended: torch.Tensor,
     padding_row: int,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How much of a round is accepted, and the request state moved on.
 
@@ -66,6 +71,7 @@ def accept_and_advance(
         rows: [bs] int64; a padding request changes nothing.
         lengths, bonus_tokens, ended: [rows + 1] int64 and int32, the request state, written.
         ends, limits: [rows + 1, ends] and [rows + 1] int64, of the same.
+        counts: [bs] int64, rows of each request that were verified; None for all.
 
     Returns:
         Accept lengths, the bonus token included, and the next bonus tokens, [bs] int64 each.
@@ -75,6 +81,7 @@ def accept_and_advance(
     _accept[(batch_size,)](
         target_tokens,
         draft_tokens,
+        rows if counts is None else counts,
         rows,
         accepted,
         bonus,
@@ -87,6 +94,7 @@ def accept_and_advance(
         ENDS=ends.shape[1],
         WIDTH=width,
         WIDTH_POW2=triton.next_power_of_2(width),
+        RAGGED=counts is not None,
         num_warps=1,
     )
     return accepted, bonus
