@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sglang_dflash.gpu.block_attention import BlockAttention
@@ -16,7 +17,15 @@ from sglang_dflash.gpu.fa3_latents import (
     Fa3LatentSideBySide,
 )
 from sglang_dflash.gpu.fa3_side_by_side import Fa3SideBySide
+from sglang_dflash.gpu.kernels.launch import device_of
 from sglang_dflash.gpu.kernels.over_keys import FP8
+from sglang_dflash.gpu.narrow_attention import (
+    PROGRAMS,
+    TILE,
+    TILE_HEAD,
+    NarrowBlockAttention,
+    NarrowSideBySide,
+)
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
 from sglang_dflash.two_pools import single_pools
@@ -30,6 +39,7 @@ AUTO, FA3, TRITON, BACKEND = CHOICES = ("auto", "fa3", "triton", "backend")
 SIDE_BY_SIDE = {
     Fa3BlockAttention: Fa3SideBySide,
     Fa3LatentAttention: Fa3LatentSideBySide,
+    NarrowBlockAttention: NarrowSideBySide,
     TritonBlockAttention: TritonSideBySide,
 }
 
@@ -119,6 +129,33 @@ def block_attention_of(runner: ModelRunner) -> type[BlockAttention] | None:
     _, decode_backend = args.get_attention_backends()
     capability = torch.cuda.get_device_capability()
     return choose(asked, capability, config.dtype, runner.kv_cache_dtype, decode_backend)
+
+
+def narrowed(
+    attention: type[BlockAttention], runner: ModelRunner, width: int, requests: int
+) -> type[BlockAttention]:
+    """What computes attention of blocks of so many rows: `attention`, or `NarrowBlockAttention` where that is faster.
+
+    Args:
+        attention: of a model's blocks.
+        requests: in a graph.
+    """
+    if attention is not Fa3BlockAttention:
+        return attention
+    args, config = runner.server_args, runner.model_config
+    kv_heads = config.get_num_kv_heads(runner.tp_size)
+    group = config.num_attention_heads // runner.tp_size // kv_heads
+    device = device_of(torch.device("cuda", torch.cuda.current_device()))
+    faster = (
+        args.speculative_dflash_attention == AUTO
+        # Deterministic inference wants one kernel whoever else is served.
+        and not is_batch_invariant_mode_enabled()
+        and runner.kv_cache_dtype == config.dtype
+        and max(config.head_dim, config.v_head_dim) <= TILE_HEAD
+        and width * group <= TILE.rows
+        and requests * kv_heads >= PROGRAMS * device.multiprocessors
+    )
+    return NarrowBlockAttention if faster else attention
 
 
 def _reads_latents(runner: ModelRunner) -> bool:

@@ -26,6 +26,8 @@ class Fa3BlockAttention(BlockAttention):
 
     Attributes:
         num_splits: parts into which the keys of a request are split; 0 lets FA3 choose.
+        longest: rows of the request that has most, as FA3 is told. It takes its tile for them; where each request's
+            rows end it reads on the device.
     """
 
     name = "fa3"
@@ -40,6 +42,7 @@ class Fa3BlockAttention(BlockAttention):
         short: bool,
     ):
         super().__init__(runner, cache_lengths, page_table, width, causal, short)
+        self.longest = width
         batch_size = len(cache_lengths)
         # Deterministic inference wants sums over keys in one order, whatever the batch.
         single = short or _fills_device(runner, batch_size) or is_batch_invariant_mode_enabled()
@@ -60,7 +63,7 @@ class Fa3BlockAttention(BlockAttention):
         config, tp_size = self.runner.model_config, self.runner.tp_size
         self.schedule = get_scheduler_metadata(
             batch_size=len(self.cache_lengths),
-            max_seqlen_q=self.width,
+            max_seqlen_q=self.longest,
             max_seqlen_k=self.page_table.shape[1] * self.runner.page_size,
             num_heads=config.num_attention_heads // tp_size,
             num_heads_k=config.get_num_kv_heads(tp_size),
@@ -101,7 +104,7 @@ class Fa3BlockAttention(BlockAttention):
             page_table=table,
             cache_seqlens=lengths,
             cu_seqlens_q=self.cu_seqlens_q,
-            max_seqlen_q=self.width,
+            max_seqlen_q=self.longest if scheduled else self.width,
             softmax_scale=layer.scaling,
             causal=causal,
             window_size=(window, 0) if window >= 0 else (-1, -1),

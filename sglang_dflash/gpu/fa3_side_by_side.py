@@ -8,6 +8,9 @@ import torch
 
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 
+_SMALL_TILE = 64  # rows of FA3's smaller tile, query heads that share a KV head side by side
+_FEW_ROWS = 1024  # of a pass, up to which most requests have few of them
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -33,3 +36,7 @@ class Fa3SideBySide(Fa3BlockAttention):
         # The launch that would put parts of the keys together has programs for as many rows of every request as one
         # can have, nearly all of them empty: it takes longer than attention itself.
         self.num_splits = 1
+        if rows <= _FEW_ROWS:
+            config, tp_size = runner.model_config, runner.tp_size
+            heads = config.num_attention_heads // tp_size
+            self.longest = max(1, _SMALL_TILE * config.get_num_kv_heads(tp_size) // heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 MOST_ROWS = 2048  # of prompts alone
@@ -14,6 +15,7 @@ PROMPTS = 64  # beside the most blocks that a round has
 # Requests that FA3 is through with sooner: it looks at 31 at a time, one of them what fills a pass up, in every layer,
 # and at all that a graph has room for. They have more rows than these only with long prompts.
 FEW, ROWS_OF_FEW = (30, 92), 512
+NARROW = 4  # rows of a block whose attention may have a kernel of its own, if four query heads share a KV head
 CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
 
 
@@ -48,6 +50,15 @@ def row_sizes(block_rows: int, most: int | None, linear: bool = False) -> list[i
         *range(2048, end + 1, 256),
     ]
     return [size for size in sizes if size <= end and (most is None or most < 0 or size <= most)]
+
+
+def narrow_sizes(sizes: list[int], requests: int, width: int) -> list[int]:
+    """Of passes those that hold nothing but blocks of so many requests, none of which has more rows than this.
+
+    Args:
+        sizes: rows of all passes, rising.
+    """
+    return sizes[: bisect.bisect_left(sizes, requests * width) + 1]
 
 
 def rooms(rows: int, requests: int) -> list[int]:

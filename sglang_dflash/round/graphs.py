@@ -16,6 +16,7 @@ from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture
 
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.block_attention import BlockAttention
+from sglang_dflash.gpu.choose_attention import narrowed
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT
 from sglang_dflash.gpu.kernels.open_round import open_round
 from sglang_dflash.gpu.pass_sizes import dear_sizes
@@ -291,7 +292,8 @@ class RoundGraphs:
         page_table = self.page_table[: key.bucket, : -(-keys // self.page_size)]
 
         draft, target = self.parts.draft.runner, self.parts.target.runner
-        causal = self.attention.target(target, lengths, page_table, key.width, True, key.short)
+        own = narrowed(self.attention.target, target, key.width, key.bucket)
+        causal = own(target, lengths, page_table, key.width, True, key.short)
         if key.adapted:
             buffers = self.parts.adapters.buffers
             captured = CapturedAdaptedTarget(target, causal, self.adapted_body, buffers, key.bucket)
@@ -300,7 +302,8 @@ class RoundGraphs:
         if (window := self.parts.window) is not None:
             lengths = torch.zeros_like(lengths)
             page_table = page_table.new_zeros(key.bucket, min(page_table.shape[1], window.pages))
-        drafting = self.attention.draft(draft, lengths, page_table, key.width, False, key.short)
+        own = narrowed(self.attention.draft, draft, key.width, key.bucket)
+        drafting = own(draft, lengths, page_table, key.width, False, key.short)
         if window is not None:
             return CapturedWindowedModel(draft, drafting, window), captured
         return CapturedModel(draft, drafting), captured

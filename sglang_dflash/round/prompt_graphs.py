@@ -23,8 +23,9 @@ from sglang.srt.model_executor.cuda_graph_runner import freeze_gc, model_capture
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_dflash.drafter.context_kv import write_context
-from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, prompts_in_graphs
-from sglang_dflash.gpu.pass_sizes import PROMPTS, SHORT_TABLE, rooms, row_sizes
+from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE, narrowed, prompts_in_graphs
+from sglang_dflash.gpu.narrow_attention import NarrowBlockAttention, NarrowSideBySide
+from sglang_dflash.gpu.pass_sizes import PROMPTS, SHORT_TABLE, narrow_sizes, rooms, row_sizes
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.at_once_check import use_kernels
 from sglang_dflash.round.block_costs import costs_of_blocks
@@ -60,12 +61,14 @@ class Key(NamedTuple):
         requests: the most that they are of.
         short: whether a short page table holds all contexts.
         adapted: whether any may have LoRA adapters.
+        narrow: whether none has more rows than `NarrowSideBySide` is for.
     """
 
     rows: int
     requests: int
     short: bool
     adapted: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,11 @@ class PromptGraphs:
             self.parts.adapters.buffers.fill(adapters)
         requests = len(blocks.draft_tokens) if blocks else 0
         requests += prompts.batch_size if prompts else 0
-        captured = self._graphs[self._key(size, requests, longest)._replace(adapted=adapted)]
+        key = self._key(size, requests, longest)._replace(adapted=adapted)
+        if prompts is None and self._is_narrow(blocks.round.width, requests):
+            narrow = key._replace(requests=self._rounds.sizes[-1], narrow=True)
+            key = narrow if narrow in self._graphs else key
+        captured = self._graphs[key]
         captured.graph.replay()
         return captured.rows
 
@@ -254,17 +261,25 @@ class PromptGraphs:
 
     def _keys(self) -> list[Key]:
         """The largest first, so that the smaller ones reuse its memory."""
-        long = SHORT_TABLE < self.parts.context_len
-        return [
-            Key(size, room, short)
-            for size in reversed(self.sizes)
-            for room in reversed(self._rooms[size])
-            for short in ((False, True) if long else (False,))
-        ]
+        tables = (False, True) if SHORT_TABLE < self.parts.context_len else (False,)
+        of_rooms = [(size, room) for size in self.sizes[::-1] for room in self._rooms[size][::-1]]
+        keys = [Key(*each, short) for each in of_rooms for short in tables]
+        rounds, most = self._rounds, self._rounds.sizes[-1]
+        widths = [1] if rounds.survival is None else [*rounds.widths, *rounds.narrow]
+        widest = max(width for width in widths if width == 1 or self._is_narrow(width, most))
+        if widest > 1:  # else none of its rows can be left out
+            sizes = narrow_sizes(self.sizes, most, widest)
+            keys += [Key(size, most, t, narrow=True) for size in sizes[::-1] for t in tables]
+        return keys
+
+    def _is_narrow(self, width: int, requests: int) -> bool:
+        """Whether attention of blocks of so many rows is `NarrowSideBySide`'s."""
+        attention = narrowed(self._rounds.attention.target, self.runner, width, requests)
+        return attention is NarrowBlockAttention
 
     def capture_adapted(self) -> None:
         """Passes over requests with LoRA adapters, too; the target has its LoRA layers now."""
-        keys = [key._replace(adapted=True) for key in self._keys()]
+        keys = [key._replace(adapted=True) for key in self._keys() if not key.narrow]
         self._capture_all("prompts with LoRA adapters", keys)
         self.adapted = True
 
@@ -294,7 +309,8 @@ class PromptGraphs:
         keys = SHORT_TABLE if key.short else inputs.page_table.shape[1] * self.runner.page_size
         lengths, ends = inputs.first(key.requests)
         table = inputs.table_of(keys, key.requests)
-        attention = self._attention(self.runner, lengths, table, ends, key.rows)
+        attention = NarrowSideBySide if key.narrow else self._attention
+        attention = attention(self.runner, lengths, table, ends, key.rows)
         if key.adapted:
             buffers = self.parts.adapters.buffers
             return CapturedAdaptedPass(self.runner, attention, self._rounds.adapted_body, buffers)

@@ -22,9 +22,11 @@ from sglang_dflash.checkpoint.formats.weights import EMBEDDING, HEAD, expected_w
 from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.gpu.fp8 import head_bytes
 from sglang_dflash.gpu.pass_sizes import (
+    NARROW,
     PROMPTS,
     SHORT_TABLE,
     dear_sizes,
+    narrow_sizes,
     narrower,
     rooms,
     row_sizes,
@@ -139,6 +141,8 @@ def round_buffers(
     if narrow_rounds := sum(len(dear_sizes(buckets, width)) for width in narrow):
         rounds += narrow_rounds * _NARROW + max(buckets) * narrow[0] * logits * itemsize
     graphs = sum(len(rooms(size, max(buckets) + PROMPTS)) for size in passes)
+    if few := [width for width in narrow if width <= NARROW]:
+        graphs += len(narrow_sizes(passes, max(buckets), max(few)))
     graphs *= (1 + (context_len > SHORT_TABLE)) * _PASS
     # Beside what passes leave to those who draw and to the drafter.
     return (

@@ -29,9 +29,10 @@ from sglang_dflash.gpu.kernels import (
 )
 from sglang_dflash.gpu.kernels.add_norm import _add_norm
 from sglang_dflash.gpu.kernels.block_attention import _attend, _combine
-from sglang_dflash.gpu.kernels.block_tiles import LONG, choose_tile
+from sglang_dflash.gpu.kernels.block_tiles import LONG, Tile, choose_tile
 from sglang_dflash.gpu.kernels.penalties import END, PRESENT, _count, _penalize
 from sglang_dflash.gpu.kernels.swiglu import _swiglu_fp8
+from sglang_dflash.gpu.narrow_attention import TILE as NARROW
 
 # Compute capability → shared memory that a program may have: A100, RTX 4090, H200.
 MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -57,12 +58,14 @@ def compiled(kernel: Any, capability: int, constants: dict, types: dict[str, str
     return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps})
 
 
-def attention(capability: int, dtype: str, changes: dict[str, Any]) -> int:
+def attention(
+    capability: int, dtype: str, changes: dict[str, Any], tile: Tile | None = None
+) -> int:
     """Compiles the launches of blocks and of rows side by side; the shared memory of the largest."""
     options = dict(DIM=128, PAGE_SIZE=1, CAUSAL=True, HAS_CAP=False, HAS_SINKS=False)
     options |= dict(WINDOW=-1, CHUNK=0, FORMAT="") | changes
     dim, early = options["DIM"], capability >= 90
-    tile = choose_tile(dim, WIDTH * GROUP, ITEMSIZE[dtype], MEMORY[capability])
+    tile = tile or choose_tile(dim, WIDTH * GROUP, ITEMSIZE[dtype], MEMORY[capability])
     heads = dict(KV_HEADS=KV_HEADS, GROUP=GROUP, V_DIM=dim, V_DIM_POW2=triton.next_power_of_2(dim))
     heads |= dict(WINDOW=options["WINDOW"], CHUNK=options["CHUNK"], KEYS=tile.keys)
     blocks = heads | dict(WIDTH=WIDTH, LONGEST=LONG, EARLY=early)
@@ -231,6 +234,9 @@ def main() -> None:
         used = attention(capability, dtype, changes)
         print(capability, dtype, changes, f"{used:,} bytes", flush=True)
         assert used <= MEMORY[capability]
+    used = attention(90, "bf16", {}, NARROW)
+    print(90, "bf16", NARROW, f"{used:,} bytes", flush=True)
+    assert 2 * used <= MEMORY[90]  # two programs are to be on a multiprocessor
     for capability in MEMORY:
         print(capability, "penalties", f"{penalties(capability):,} bytes", flush=True)
         dtype = "fp16" if capability < 90 else "bf16"

@@ -8,15 +8,19 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_dflash.gpu import choose_attention
 from sglang_dflash.gpu.choose_attention import (
     SIDE_BY_SIDE,
     block_attention_of,
     choose,
+    narrowed,
     prompts_in_graphs,
     why_not_fa3,
 )
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 from sglang_dflash.gpu.fa3_latents import Fa3LatentAttention
+from sglang_dflash.gpu.kernels.launch import Device
+from sglang_dflash.gpu.narrow_attention import NarrowBlockAttention
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from tests.unit.test_arguments import arguments
 
@@ -76,9 +80,64 @@ def test_side_by_side(asked: str) -> None:
     chosen = choose(asked, HOPPER, BF16, BF16, "fa3")
     assert issubclass(SIDE_BY_SIDE[chosen], chosen)
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
-    ends, runner = torch.zeros(4, dtype=torch.int32), SimpleNamespace(token_to_kv_pool=None)
+    ends, runner = torch.zeros(4, dtype=torch.int32), shape()
     attention = SIDE_BY_SIDE[chosen](runner, lengths, table, ends, 16)
     assert attention.ends is ends  # as LoRA layers read it, too
+
+
+def shape(heads: int = 32, kv_heads: int = 8, **changes: object) -> SimpleNamespace:
+    """A runner of a model of such a shape."""
+    config = dict(num_attention_heads=heads, head_dim=128, v_head_dim=128, dtype=BF16)
+    config |= dict(get_num_kv_heads=lambda tp_size: kv_heads // tp_size)
+    made = dict(
+        model_config=SimpleNamespace(**config),
+        token_to_kv_pool=None,
+        kv_cache_dtype=BF16,
+        tp_size=1,
+        server_args=SimpleNamespace(speculative_dflash_attention="auto"),
+    )
+    return SimpleNamespace(**made | changes)
+
+
+def test_tile_of_rows_side_by_side() -> None:
+    """FA3 takes its small one where most requests have few rows; where they end it reads on the device."""
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
+    ends = torch.zeros(4, dtype=torch.int32)
+    for runner, rows, longest in (
+        (shape(), 192, 16),
+        (shape(tp_size=2), 1024, 16),
+        (shape(heads=64), 192, 8),
+        (shape(), 2048, 2048),
+    ):
+        attention = SIDE_BY_SIDE[Fa3BlockAttention](runner, lengths, table, ends, rows)
+        assert (attention.longest, attention.width) == (longest, rows)
+
+
+def test_narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many requests, if their rows fill a tile; never where someone asked for one kernel."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(choose_attention, "device_of", lambda device: Device((9, 0), 132, 0))
+    own = Fa3BlockAttention
+
+    def chosen(width: int, requests: int, runner: SimpleNamespace | None = None) -> bool:
+        found = narrowed(own, runner or shape(), width, requests)
+        assert found in (own, NarrowBlockAttention)
+        return found is NarrowBlockAttention
+
+    assert [chosen(width, 32) for width in (1, 2, 4, 5, 8, 16)] == [True] * 3 + [False] * 3
+    assert [chosen(4, requests) for requests in (1, 24, 25, 256)] == [False, False, True, True]
+    assert [chosen(4, n, shape(tp_size=2)) for n in (32, 64)] == [False, True]
+    assert [chosen(width, 32, shape(heads=64)) for width in (2, 4)] == [True, False]
+    assert not chosen(4, 32, shape(kv_cache_dtype=E4M3))
+    asked = SimpleNamespace(speculative_dflash_attention="fa3")
+    assert not chosen(4, 32, shape(server_args=asked))
+    wide = shape()
+    wide.model_config.head_dim = 256
+    assert not chosen(4, 32, wide)
+    monkeypatch.setattr(choose_attention, "is_batch_invariant_mode_enabled", lambda: True)
+    assert not chosen(4, 32)
+    for other in (TritonBlockAttention, Fa3LatentAttention):
+        assert narrowed(other, shape(), 1, 256) is other
 
 
 def test_latents_side_by_side() -> None:
@@ -87,8 +146,8 @@ def test_latents_side_by_side() -> None:
     assert made.forward is Fa3LatentAttention.forward
     assert made.prepare is Fa3LatentAttention.prepare
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
-    ends, runner = torch.zeros(4, dtype=torch.int32), SimpleNamespace(token_to_kv_pool=None)
-    attention = made(runner, lengths, table, ends, 16)
+    ends = torch.zeros(4, dtype=torch.int32)
+    attention = made(shape(), lengths, table, ends, 16)
     assert attention.ends is ends and attention.cu_seqlens_q is ends
     assert (attention.width, attention.num_splits, attention.causal) == (16, 1, True)
 

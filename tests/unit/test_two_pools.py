@@ -266,6 +266,8 @@ def test_windows_of_the_first_row_of_a_prompt(attention: type) -> None:
         attention_chunk_size=None,
         token_to_kv_pool=pool,
         token_to_kv_pool_allocator=allocator,
+        model_config=SimpleNamespace(num_attention_heads=8, get_num_kv_heads=lambda tp_size: 2),
+        tp_size=1,
     )
     lengths, ends = torch.tensor([1900], dtype=torch.int32), torch.tensor([0, rows])
     made = attention(runner, lengths, table, ends, rows)
