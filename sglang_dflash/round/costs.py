@@ -134,6 +134,8 @@ class Costs:
             of bonus tokens alone.
         ragged, head: by rows: verification of so many, and the likeliest tokens after them; both empty where all
             requests have as many.
+        sharing: what a round adds to both because requests have different numbers of rows, by them, and by the width
+            of their blocks at most; empty where that is not known.
         context: by keys of all requests together.
         by_requests: `ragged` of few requests, prompts beside blocks included, by the most that they are, the fewest
             first; of some sizes, the smallest.
@@ -151,6 +153,7 @@ class Costs:
     by_requests: Mapping[int, Staircase] = field(default_factory=dict)
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
     uniform: Mapping[int, Staircase] = field(default_factory=dict)
+    sharing: Mapping[int, Staircase] = field(default_factory=dict)
     adapters: float = 0.0
 
     def passes(self, requests: int) -> Staircase:
@@ -164,6 +167,11 @@ class Costs:
             (room, Staircase(sizes, [*few.times, *times[len(few.times) :]]))
             for room, few in self.by_requests.items()
         ]
+
+    def shared(self, width: int, requests: int) -> float:
+        """`sharing` of so many requests with blocks of a width."""
+        of_width = min((w for w in self.sharing if w >= width), default=None)
+        return 0.0 if of_width is None else self.sharing[of_width].at(requests)
 
     def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
@@ -186,7 +194,7 @@ class Costs:
 
 
 _TABLES = ("draft", "whole", "plain", "ragged", "head")
-_BY_NUMBER = ("by_requests", "narrow", "uniform")
+_BY_NUMBER = ("by_requests", "narrow", "uniform", "sharing")
 _NUMBERS = ("context", "adapters")
 _FILE = TypeAdapter(dict[str, Told])
 

@@ -24,6 +24,7 @@ from sglang_dflash.round.costs import Costs, remembered
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.ragged import Ragged
+from sglang_dflash.round.sharing_costs import costs_of_sharing
 from sglang_dflash.round.side_by_side import Drafted
 from sglang_dflash.round.stages import Blocks, accept_blocks, run_models
 from sglang_dflash.round.survival import Survival
@@ -99,15 +100,23 @@ class RoundRunner:
             if self.prompt_graphs is not None:
                 self.prompt_graphs.time_passes()
             return None
-        if self.prompt_graphs is None:
-            measure = partial(costs_of_blocks, self.graphs, self.parts.target.runner)
-        else:
-            measure = partial(self.prompt_graphs.costs, self.graphs)
-        costs, quiet = remembered(self._name(), measure)
+        costs, quiet = remembered(self._name(), self._measure)
         self.disturbed = not quiet
         if self.prompt_graphs is not None:
             self.prompt_graphs.passes = costs.ragged
         return costs
+
+    def _measure(self) -> tuple[Costs, bool]:
+        """What rounds take, and whether nobody else used the GPU meanwhile."""
+        if self.prompt_graphs is None:
+            return costs_of_blocks(self.graphs, self.parts.target.runner)
+        costs, quiet = self.prompt_graphs.costs(self.graphs)
+        if self.parts.linear_states is not None:
+            return costs, quiet
+        sharing, quiet_rounds = costs_of_sharing(
+            self.graphs, self.prompt_graphs, self.launch, costs
+        )
+        return replace(costs, sharing=sharing), quiet and quiet_rounds
 
     def _name(self) -> str:
         """Of all that decides what rounds take."""
@@ -115,13 +124,14 @@ class RoundRunner:
         passes = self.prompt_graphs.sizes if self.prompt_graphs else []
         models = (target.model, self.parts.draft.runner.model)
         weights = [sum(p.numel() * p.itemsize for p in model.parameters()) for model in models]
+        asked = target.server_args.speculative_dflash_attention
         lora = self.parts.adapters and self.parts.adapters.manager.max_lora_rank
         return ", ".join(
             (
                 f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'} x{target.tp_size}",
                 f"{type(target.model).__name__} of {target.model_config.num_hidden_layers} layers",
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
-                f"attention {self.attention['target']} and {self.attention['drafter']}, adapters of rank {lora or 0}",
+                f"attention {', '.join((asked, *self.attention.values()))}, adapters of rank {lora or 0}",
                 f"whole blocks of {[*graphs.widths, *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
                 f"sglang-dflash {_version()}, torch {torch.__version__}",
             )

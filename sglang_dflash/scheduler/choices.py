@@ -130,8 +130,10 @@ def _made(
     widths = np.repeat(np.array([width for width, _ in kinds]), lengths)
     totals = np.concatenate([totals for _, totals in kinds])
     rows = np.where(totals == _ALL, requests * widths, totals)
-    drafted = [draft_time(costs, width, requests) for width, _ in kinds]
-    times = np.repeat(np.array(drafted), lengths)
+    of_width = [
+        draft_time(costs, width, requests) + costs.shared(width, requests) for width, _ in kinds
+    ]
+    times = np.repeat(np.array(of_width), lengths)
     if costs.ragged.sizes:
         passes = costs.passes(requests + (prompt_rows > 0))
         times += passes.of(rows + prompt_rows) + costs.head.of(rows)

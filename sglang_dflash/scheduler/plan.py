@@ -245,6 +245,7 @@ class BestRows(WholeBlocks):
         """Of one that is a pass over rows."""
         alone = draft_time(self._costs, plan.width, requests)
         alone += self._costs.head.at(plan.rows(requests))
+        alone += self._costs.shared(plan.width, requests)
         return alone + self._costs.adapters * adapted
 
 

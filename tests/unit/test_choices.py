@@ -76,6 +76,17 @@ def test_passes_of_few_requests() -> None:
     assert times(93, 0) == pytest.approx(usual)
 
 
+def test_what_sharing_adds() -> None:
+    """Where requests have different numbers of rows, or prompts are beside them; by how many requests there are."""
+    without = costs(0.02, draft=0.5)
+    given = replace(without, sharing={WIDTH: Staircase([32, 128], [0.25, 0.75])})
+    for requests, prompt_rows, added in ((30, 0, 0.25), (40, 0, 0.75), (40, 64, 0.75)):
+        more, less = (choices_of(c, WIDTH, requests, prompt_rows) for c in (given, without))
+        in_pass = (more.totals > 0) | (prompt_rows > 0)
+        assert in_pass.any() and (prompt_rows or not in_pass.all())
+        assert more.times - less.times == pytest.approx(np.where(in_pass, added, 0.0))
+
+
 def test_a_probe_tries_few_drafts() -> None:
     choices = choices_of(costs(0.02), WIDTH, 40, 0)
     assert choices.rows[choices.least(40)] == 128

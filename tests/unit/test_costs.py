@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ def costs(base: float = 1.0) -> Costs:
         by_requests={2: Staircase([1], [base - 0.25]), 5: Staircase([1], [base - 0.125])},
         narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
         uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
+        sharing={4: Staircase([16], [base]), 16: Staircase([1, 64], [base, base + 1])},
         adapters=0.125,
     )
 
@@ -50,6 +52,13 @@ def test_passes_of_few() -> None:
     assert [found.passes(2).at(rows) for rows in (1, 2, 64)] == [0.75, 1.25, 2.0]
     assert [found.passes(n).at(1) for n in (1, 3, 5)] == [0.75, 0.875, 0.875]
     assert found.passes(6) == found.ragged
+
+
+def test_sharing_by_width() -> None:
+    """What was measured of blocks that are no narrower; nothing where nothing was."""
+    found = costs()
+    assert [found.shared(width, 20) for width in (2, 4, 5, 16)] == [1.25, 1.25, 2.0, 2.0]
+    assert found.shared(17, 20) == 0.0 and replace(found, sharing={}).shared(4, 20) == 0.0
 
 
 def test_orderly() -> None:
