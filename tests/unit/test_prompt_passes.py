@@ -9,7 +9,9 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_dflash.gpu.narrow_attention import NarrowBlockAttention
 from sglang_dflash.gpu.pass_sizes import MOST_ROWS, PROMPT_ROWS, row_sizes
+from sglang_dflash.round import prompt_graphs
 from sglang_dflash.round.costs import Staircase
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.round.run import RoundRunner
@@ -126,3 +128,51 @@ def test_blocks_that_did_not_run_are_not_taken_for_verified() -> None:
     graphs._blocks, graphs._last = object(), None
     with pytest.raises(RuntimeError, match="without the blocks"):
         graphs.leave()
+
+
+@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize("auto", [True, False])
+def test_passes_over_narrow_blocks(block: int, auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as hold blocks of up to 4 rows of 32 requests; prompts beside them, few, and wide ones have others."""
+
+    def narrowed(own: type, runner: object, width: int, requests: int) -> type:
+        return NarrowBlockAttention if width <= 4 and requests >= 25 else own
+
+    monkeypatch.setattr(prompt_graphs, "narrowed", narrowed)
+    passes = timed([64, 96, 128, 160, 256], [1.0] * 5)
+    passes.runner = None
+    passes._rounds = SimpleNamespace(
+        sizes=[16, 32],
+        widths=[1, block] if auto else [block],
+        narrow=[block // 2, block // 4] if auto else [],
+        survival=object() if auto else None,
+        attention=SimpleNamespace(target=object),
+    )
+    passes.parts, passes._rooms = (
+        SimpleNamespace(context_len=4096),
+        dict.fromkeys(passes.sizes, [96]),
+    )
+    keys, played = passes._keys(), []
+    narrow = [key for key in keys if key.narrow]
+    assert [key.rows for key in narrow] == ([128, 96, 64] if auto else [])
+    assert all(key.requests == 32 for key in narrow) and len(keys) == len(narrow) + 5
+
+    class Graph(SimpleNamespace):
+        def replay(self) -> None:
+            played.append(self.key)
+
+    passes._graphs = {key: SimpleNamespace(graph=Graph(key=key), rows=None) for key in keys}
+    passes.inputs = SimpleNamespace(fill=lambda *given: None)
+
+    def takes(requests: int, width: int, rows: int, prompts: object = None) -> bool:
+        drafts = torch.zeros(requests, width - 1)
+        blocks = SimpleNamespace(
+            draft_tokens=drafts, round=SimpleNamespace(width=width), adapters=None
+        )
+        passes._pass(rows, 100, blocks, prompts)
+        assert played[-1].rows >= rows
+        return played[-1].narrow
+
+    assert takes(30, 4, 100) == takes(30, 2, 50) == auto
+    assert not takes(24, 4, 90) and not takes(30, 16, 100)
+    assert not takes(30, 4, 100, SimpleNamespace(batch_size=1, lora_ids=None))
