@@ -109,6 +109,26 @@ class Staircase:
         return np.array(self.sizes), np.array(self.times)
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Milliseconds at some sizes, rising, and in between in proportion; beyond them as at the nearest."""
+
+    sizes: Sequence[int]
+    times: Sequence[float]
+
+    def at(self, size: int) -> float:
+        return float(np.interp(size, self.sizes, self.times))
+
+    def as_dict(self) -> dict[int, float]:
+        """To a microsecond."""
+        return {size: round(time, 3) for size, time in zip(self.sizes, self.times, strict=True)}
+
+    @classmethod
+    def from_dict(cls, found: dict[int, float]) -> Curve:
+        """What `as_dict` gave."""
+        return cls(list(found), list(found.values()))
+
+
 def orderly(times: Sequence[float]) -> bool:
     """Whether nothing took much longer than something larger, as where all others waited for the GPU equally long.
 
@@ -135,7 +155,8 @@ class Costs:
         ragged, head: by rows: verification of so many, and the likeliest tokens after them; both empty where all
             requests have as many.
         sharing: what a round adds to both because requests have different numbers of rows, by them, and by the width
-            of their blocks at most; empty where that is not known.
+            of their blocks at most; less than nothing where attention of narrow blocks is faster than that of passes.
+            Empty where it is not known.
         context: by keys of all requests together.
         by_requests: `ragged` of few requests, prompts beside blocks included, by the most that they are, the fewest
             first; of some sizes, the smallest.
@@ -153,7 +174,7 @@ class Costs:
     by_requests: Mapping[int, Staircase] = field(default_factory=dict)
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
     uniform: Mapping[int, Staircase] = field(default_factory=dict)
-    sharing: Mapping[int, Staircase] = field(default_factory=dict)
+    sharing: Mapping[int, Curve] = field(default_factory=dict)
     adapters: float = 0.0
 
     def passes(self, requests: int) -> Staircase:
@@ -186,15 +207,15 @@ class Costs:
         """What `as_dict` gave."""
         tables = {name: Staircase.from_dict(found[name]) for name in _TABLES}
         by_number = {
-            name: {number: Staircase.from_dict(each) for number, each in found[name].items()}
-            for name in _BY_NUMBER
+            name: {number: kind.from_dict(each) for number, each in found[name].items()}
+            for name, kind in _BY_NUMBER.items()
         }
         numbers = {name: found[name] for name in _NUMBERS}
         return cls(**tables, **by_number, **numbers)
 
 
 _TABLES = ("draft", "whole", "plain", "ragged", "head")
-_BY_NUMBER = ("by_requests", "narrow", "uniform", "sharing")
+_BY_NUMBER = {"by_requests": Staircase, "narrow": Staircase, "uniform": Staircase, "sharing": Curve}
 _NUMBERS = ("context", "adapters")
 _FILE = TypeAdapter(dict[str, Told])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sglang_dflash.gpu.pass_sizes import NARROW, dear_sizes
-from sglang_dflash.round.costs import Costs, Staircase, milliseconds
+from sglang_dflash.round.costs import Costs, Curve, milliseconds
 
 if TYPE_CHECKING:
     from sglang_dflash.round.graphs import RoundGraphs
@@ -28,7 +28,7 @@ class Launch(Protocol):
 
 def costs_of_sharing(
     rounds: RoundGraphs, passes: PromptGraphs, launch: Launch, costs: Costs
-) -> tuple[dict[int, Staircase], bool]:
+) -> tuple[dict[int, Curve], bool]:
     """By requests, for blocks of up to some widths; and whether it was quiet.
 
     Passes are timed with all their rows of one request, so what is added here is attention of many, and all that is
@@ -53,8 +53,8 @@ def costs_of_sharing(
         run(*kinds[0])  # compiles what is not yet
         times = milliseconds([partial(run, *kind) for kind in kinds])
         parts = [_parts(costs, *kind) for kind in kinds]
-        added = [max(0.0, t - part) for t, part in zip(times.shortest, parts, strict=True)]
-        found[width], all_quiet = Staircase(sizes, added), all_quiet and times.quiet
+        added = [time - part for time, part in zip(times.shortest, parts, strict=True)]
+        found[width], all_quiet = Curve(sizes, added), all_quiet and times.quiet
     return found, all_quiet
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_dflash.round.costs import Staircase
+from sglang_dflash.round.costs import Curve, Staircase
 from sglang_dflash.scheduler.choices import (
     NARROW,
     PLAIN,
@@ -79,8 +79,8 @@ def test_passes_of_few_requests() -> None:
 def test_what_sharing_adds() -> None:
     """Where requests have different numbers of rows, or prompts are beside them; by how many requests there are."""
     without = costs(0.02, draft=0.5)
-    given = replace(without, sharing={WIDTH: Staircase([32, 128], [0.25, 0.75])})
-    for requests, prompt_rows, added in ((30, 0, 0.25), (40, 0, 0.75), (40, 64, 0.75)):
+    given = replace(without, sharing={WIDTH: Curve([32, 128], [0.25, 0.75])})
+    for requests, prompt_rows, added in ((30, 0, 0.25), (80, 0, 0.5), (80, 64, 0.5)):
         more, less = (choices_of(c, WIDTH, requests, prompt_rows) for c in (given, without))
         in_pass = (more.totals > 0) | (prompt_rows > 0)
         assert in_pass.any() and (prompt_rows or not in_pass.all())

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_dflash.round.costs import Costs, Staircase, orderly, remembered
+from sglang_dflash.round.costs import Costs, Curve, Staircase, orderly, remembered
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -28,7 +28,7 @@ def costs(base: float = 1.0) -> Costs:
         by_requests={2: Staircase([1], [base - 0.25]), 5: Staircase([1], [base - 0.125])},
         narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
         uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
-        sharing={4: Staircase([16], [base]), 16: Staircase([1, 64], [base, base + 1])},
+        sharing={4: Curve([16], [-base]), 16: Curve([16, 24], [base, base + 1])},
         adapters=0.125,
     )
 
@@ -57,7 +57,7 @@ def test_passes_of_few() -> None:
 def test_sharing_by_width() -> None:
     """What was measured of blocks that are no narrower; nothing where nothing was."""
     found = costs()
-    assert [found.shared(width, 20) for width in (2, 4, 5, 16)] == [1.25, 1.25, 2.0, 2.0]
+    assert [found.shared(width, 20) for width in (2, 4, 5, 16)] == [-1.0, -1.0, 1.5, 1.5]
     assert found.shared(17, 20) == 0.0 and replace(found, sharing={}).shared(4, 20) == 0.0
 
 

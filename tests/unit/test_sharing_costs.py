@@ -68,8 +68,7 @@ def test_parts_are_taken_off(narrow: list[int], monkeypatch: pytest.MonkeyPatch)
     assert quiet and sharing.keys() == {WIDTH, *narrow[1:2]}
     whole = [run for run in rounds.run if run[0] == WIDTH]
     assert whole[1:] == [(WIDTH, 1, 16), (WIDTH, 8, 32), (WIDTH, 40, 64)]
-    # 2 units of one request are fewer than its parts take; of 16 and 80 those are taken off.
-    expected = [0.0, 16 - 1.0 - 2.0 - 0.25, 80 - 2.0 - 6.0 - 0.5]
+    expected = [2 - 0.5 - 2.0 - 0.25, 16 - 1.0 - 2.0 - 0.25, 80 - 2.0 - 6.0 - 0.5]
     assert [sharing[WIDTH].at(n) for n in (1, 8, 40)] == expected
     if narrow:
         assert set(rounds.run) - set(whole) == {(4, 40, 64)}
