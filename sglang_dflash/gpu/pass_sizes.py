@@ -16,7 +16,7 @@ PROMPTS = 64  # beside the most blocks that a round has
 # and at all that a graph has room for. They have more rows than these only with long prompts.
 FEW, ROWS_OF_FEW = (30, 92), 512
 NARROW = 4  # rows of a block whose attention may have a kernel of its own, if four query heads share a KV head
-CHEAP_ROWS = 128  # that a drafter runs in about the time in which it reads its weights
+CHEAP_ROWS = 64  # that a target runs in about the time in which it reads its weights
 
 
 def sizes_to_capture(capture_sizes: Iterable[int], max_requests: int) -> list[int]:
@@ -30,7 +30,7 @@ def narrower(width: int) -> list[int]:
 
 
 def dear_sizes(sizes: Iterable[int], width: int) -> list[int]:
-    """Batches of which blocks are drafted faster than those of twice the width."""
+    """Batches of which rounds of such blocks are faster than those of twice the width."""
     return [size for size in sizes if size * 2 * width > CHEAP_ROWS]
 
 

@@ -17,6 +17,7 @@ from sglang_dflash.checkpoint.load import load_config
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu import pass_sizes
 from sglang_dflash.gpu.pass_sizes import LINEAR_ROWS
+from sglang_dflash.serving import memory
 from sglang_dflash.serving.linear_attention import reserve_rows, rows_of_linear_attention
 from sglang_dflash.serving.memory import (
     GIB,
@@ -146,17 +147,19 @@ LORA = (0.33, 0.12, 0.52, 0.28, 0.43)
 
 
 @pytest.mark.parametrize(
-    ("few", "buckets", "changes", "context", "found"),
+    ("few", "narrow", "buckets", "changes", "context", "found"),
     [
-        ((30, 92), EACH_8_TO_256, {}, 4096, (3.07, 1.64, 1.07)),
-        ((30, 92), UP_TO_64, {}, 4096, (0.87, 0.58, 0.51)),
-        ((), UP_TO_16, {"enable_lora": True}, 4096, (0.33, 0.12, 0.52, 0.26, 0.49)),
-        ((), UP_TO_256, {"max_running_requests": 16, "enable_lora": True}, 4096, LORA),
-        ((), UP_TO_32, {"tp_size": 2, "speculative_dflash_verify": "all"}, 40_960, (0.37, 0.61)),
+        ((30, 92), 0, EACH_8_TO_256, {}, 4096, (3.07, 1.64, 1.07)),
+        ((30, 92), 0, UP_TO_64, {}, 4096, (0.87, 0.58, 0.51)),
+        ((30, 92), 4, UP_TO_128, {}, 4096, (1.71, 0.85, 0.65)),
+        ((), 0, UP_TO_16, {"enable_lora": True}, 4096, (0.33, 0.12, 0.52, 0.26, 0.49)),
+        ((), 0, UP_TO_256, {"max_running_requests": 16, "enable_lora": True}, 4096, LORA),
+        ((), 0, UP_TO_32, {"tp_size": 2, "speculative_dflash_verify": "all"}, 40_960, (0.37, 0.61)),
     ],
 )
 def test_captured_rounds_as_an_h200_had_them(
     few: tuple[int, ...],
+    narrow: int,
     buckets: list[int],
     changes: dict[str, Any],
     context: int,
@@ -167,8 +170,11 @@ def test_captured_rounds_as_an_h200_had_them(
 
     Args:
         few: requests that passes were captured for, too, when that server ran.
+        narrow: rows of blocks that had passes of their own then.
     """
     monkeypatch.setattr(pass_sizes, "FEW", few)
+    monkeypatch.setattr(pass_sizes, "CHEAP_ROWS", 128)
+    monkeypatch.setattr(memory, "NARROW", narrow)
     planned = round_buffers(asked(buckets, **changes), QWEN3_8B, 151_936, 2, context)
     # 256 requests keep 0.44 GiB more of rounds than is planned.
     near = 0.11 if buckets is EACH_8_TO_256 else 0.07
