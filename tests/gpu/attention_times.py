@@ -1,8 +1,8 @@
 """Times of attention of blocks, FA3's and Triton's: `python -m tests.gpu.attention_times`.
 
-Microseconds of a layer, in a graph of eight with K/V of their own, for Qwen3-8B's heads and blocks of 16. With
-`--side-by-side` of passes over blocks and prompts. With `--tiles 64,64,8,2 …` (rows, keys, warps, stages) Triton is
-timed with these, too, instead of its own table's.
+Microseconds of a layer, in a graph of eight with K/V of their own, for Qwen3-8B's heads and blocks of 16, or of
+`--width`: up to 4 also of what narrow blocks have. With `--side-by-side` of passes over blocks and prompts. With
+`--tiles 64,64,8,2 …` (rows, keys, warps, stages) Triton is timed with these, too, instead of its own table's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_dflash.gpu.block_attention import BlockAttention
 from sglang_dflash.gpu.choose_attention import SIDE_BY_SIDE
 from sglang_dflash.gpu.fa3_attention import SHORT_CONTEXT, Fa3BlockAttention
 from sglang_dflash.gpu.kernels.block_tiles import TILES, Tile
+from sglang_dflash.gpu.narrow_attention import TILE, NarrowBlockAttention
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 
 HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 32, 8, 128, 16, 8
@@ -41,13 +42,16 @@ class Blocks:
         kv_dtype: torch.dtype = torch.bfloat16,
         layers: int = LAYERS,
         longest: int = LONGEST,
+        width: int = WIDTH,
     ):
         """
         Args:
             lengths: keys of each request, its block included.
+            width: of a block.
         """
         torch.manual_seed(0)
         self.causal, self.page_size, self.longest = causal, page_size, longest
+        self.width = width
         config = SimpleNamespace(
             num_attention_heads=HEADS, head_dim=DIM, get_num_kv_heads=lambda tp_size: KV_HEADS
         )
@@ -78,7 +82,7 @@ class Blocks:
             RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, i, attn_type=kind)
             for i in range(layers)
         ]
-        self.q = torch.randn(len(lengths) * WIDTH, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.randn(len(lengths) * width, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
 
     def attention(self, kind: type[BlockAttention]) -> BlockAttention:
         """As a graph for such contexts has it."""
@@ -86,7 +90,7 @@ class Blocks:
         short = short and kind.short_contexts_gain(self.runner, len(self.lengths))
         pages = -(-(SHORT_CONTEXT if short else self.longest) // self.page_size)
         table = self.page_table[:, :pages]
-        return kind(self.runner, self.lengths, table, WIDTH, self.causal, short)
+        return kind(self.runner, self.lengths, table, self.width, self.causal, short)
 
     def run(self, attention: BlockAttention) -> torch.Tensor:
         """A round of all layers; what the last gives."""
@@ -122,7 +126,7 @@ class Passes(Blocks):
             requests: rows of each, and keys that its last row sees.
         """
         widths, lengths = zip(*requests, strict=True)
-        super().__init__(list(lengths), True, page_size, layers=layers)
+        super().__init__(list(lengths), True, page_size, layers=layers, width=max(widths))
         ends = list(accumulate(widths, initial=0))
         self.ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
         self.q = torch.randn(ends[-1], HEADS * DIM, device="cuda", dtype=torch.bfloat16)
@@ -138,6 +142,7 @@ SIDE_BY_SIDE_PASSES = {
     "64 rows: 4 blocks, contexts of 30,000": [(16, 30_000)] * 4,
     "256 rows: 8 blocks, contexts of 1,000, and a prompt": [(16, 1000)] * 8 + [(128, 128)],
     "512 rows: 8 blocks, contexts of 400, and 4 prompts": [(16, 400)] * 8 + [(96, 96)] * 4,
+    "256 rows: 1 to 4 of 96 blocks, contexts of 250": [(1 + i % 4, 250) for i in range(96)],
     "2,048 rows: 128 blocks, contexts of 400": [(16, 400)] * 128,
     "2,048 rows: prompts": [(256, 256)] * 8,
     "2,048 rows: a chunk behind 30,000": [(2048, 32_048)],
@@ -152,8 +157,8 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Blocks]]:
         return
     for requests in options.requests:
         for context in options.contexts:
-            lengths = [context + WIDTH] * requests
-            blocks = Blocks(lengths, not options.not_causal, options.page_size)
+            lengths, width = [context + options.width] * requests, options.width
+            blocks = Blocks(lengths, not options.not_causal, options.page_size, width=width)
             yield f"{requests} × {context}", blocks
 
 
@@ -161,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[200, 1000, 4000])
+    parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--not-causal", action="store_true")
     parser.add_argument("--side-by-side", action="store_true")
@@ -171,6 +177,9 @@ def main() -> None:
     for name, blocks in cases(options):
         fa3 = blocks.microseconds(Fa3BlockAttention)
         line = f"{name}: fa3 {fa3:.1f} µs"
+        if blocks.width * HEADS // KV_HEADS <= TILE.rows:
+            narrow = blocks.microseconds(NarrowBlockAttention)
+            line += f", narrow {narrow:.1f} ({narrow / fa3:.2f} ×)"
         for tile in (None, *tiles):
             TILES[DIM] = own if tile is None else (tile,)
             triton = blocks.microseconds(TritonBlockAttention)

@@ -40,8 +40,26 @@ def test_triton_as_fa3(lengths: list[int], causal: bool, page_size: int) -> None
     torch.testing.assert_close(made, expected, atol=1e-2, rtol=0)
 
 
+@needs_hopper
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_narrow_as_fa3(width: int, causal: bool, page_size: int) -> None:
+    from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+    from sglang_dflash.gpu.narrow_attention import NarrowBlockAttention
+    from tests.gpu.attention_times import Blocks
+
+    lengths = [width, 127, 250, 2000] * 10
+    blocks = Blocks(lengths, causal, page_size, layers=1, width=width)
+    made, expected = (
+        blocks.run(blocks.attention(kind)) for kind in (NarrowBlockAttention, Fa3BlockAttention)
+    )
+    torch.testing.assert_close(made, expected, atol=1e-2, rtol=2**-7)
+
+
 # Rows of each request, and keys that its last row sees.
 MIXES = {
+    "rows of narrow blocks": [(1 + i % 4, 40 + 50 * i) for i in range(60)] + [(9, 9)],
     "blocks": [(16, 216), (16, 17), (16, 500), (16, 9000)],
     "blocks and prompts": [(16, 40), (16, 3000)] * 10 + [(300, 2500), (0, 0), (1, 1), (67, 67)],
     "a chunk": [(0, 0), (1500, 9000), (36, 36)],
@@ -52,16 +70,18 @@ MIXES = {
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("mix", MIXES)
 def test_triton_as_fa3_side_by_side(mix: str, page_size: int) -> None:
+    """FA3 as it is told of the longest request, in passes of up to 1,024 rows less than it has."""
     from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
+    from sglang_dflash.gpu.narrow_attention import NarrowBlockAttention
     from sglang_dflash.gpu.triton_attention import TritonBlockAttention
     from tests.gpu.attention_times import Passes
 
     rows = Passes(MIXES[mix], page_size, layers=1)
-    made, expected = (
-        rows.run(rows.attention(kind)) for kind in (TritonBlockAttention, Fa3BlockAttention)
-    )
-    # Rows that see few keys have results of any size, which both round to bfloat16.
-    torch.testing.assert_close(made, expected, atol=1e-2, rtol=2**-7)
+    kinds = (Fa3BlockAttention, TritonBlockAttention, NarrowBlockAttention)
+    expected, *others = (rows.run(rows.attention(kind)) for kind in kinds)
+    for made in others:
+        # Rows that see few keys have results of any size, which both round to bfloat16.
+        torch.testing.assert_close(made, expected, atol=1e-2, rtol=2**-7)
 
 
 # Arguments, and what computes attention of target and drafter.
