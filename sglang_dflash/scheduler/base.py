@@ -25,7 +25,7 @@ from sglang_dflash.round.parts import load_parts
 from sglang_dflash.round.prefill import prefill
 from sglang_dflash.round.run import AUTO, Finish, RoundResult, capture
 from sglang_dflash.scheduler.behind_windows import BehindWindows
-from sglang_dflash.scheduler.choices import WHOLE, Plan
+from sglang_dflash.scheduler.choices import WHOLE, Load, Plan
 from sglang_dflash.scheduler.fixed_plans import widths
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import planner
@@ -186,9 +186,8 @@ class DFlashWorkerBase:
         starts = _starts(batch, ahead)
         adapters = None if self.parts.adapters is None else [req.lora_id for req in batch.reqs]
         adapted = has_adapters(adapters)
-        plan = self.planner.next(
-            len(starts), sum(starts), self.riding.prompt_rows, adapted, self.step_rounds
-        )
+        load = Load(len(starts), sum(starts), self.riding.prompt_rows, adapted, self.step_rounds)
+        plan = self.planner.next(load)
         if adapted and plan.reason != WHOLE and not self.rounds.shares_adapted:
             plan = Plan(self.width)  # the others are for what is captured
         rows, bounds, width = batch.req_pool_indices, torch.tensor(starts), plan.width
@@ -196,7 +195,7 @@ class DFlashWorkerBase:
         sampling = Sampling.of(batch, self.parts.penalties, detect_nan)
         prompts = self.riding.prompts_for(bounds, plan, adapted)
         boarded = 0 if prompts is None else prompts.extend_num_tokens
-        takes = self.planner.milliseconds(plan, len(starts), sum(starts), boarded, adapted)
+        takes = self.planner.milliseconds(plan, load._replace(prompt_rows=boarded))
         self.launched = Launched(batch, plan, sampling, adapters)
         self.note_round(plan, boarded, self.riding.prompt_rows, takes)
         if prompts is None:

@@ -20,6 +20,24 @@ WHOLE, RAGGED, NARROW, PLAIN, PROBE = "whole", "ragged", "narrow", "plain", "pro
 _ALL = 0  # as a total: all rows
 
 
+class Load(NamedTuple):
+    """What a round is over.
+
+    Attributes:
+        requests: how many.
+        keys: of all of them together.
+        prompt_rows: rows of prompts in the same pass.
+        adapted: whether any request has a LoRA adapter.
+        rounds: of its step.
+    """
+
+    requests: int
+    keys: int = 0
+    prompt_rows: int = 0
+    adapted: bool = False
+    rounds: int = 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """

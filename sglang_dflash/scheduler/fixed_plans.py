@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_dflash.scheduler.choices import NARROW, PLAIN, RAGGED, WHOLE, Plan, Promise
+from sglang_dflash.scheduler.choices import NARROW, PLAIN, RAGGED, WHOLE, Load, Plan, Promise
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -32,47 +32,24 @@ class WholeBlocks:
     def __init__(self, width: int):
         self._plan = Plan(width)
 
-    def plan(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
-        """What a round would be.
-
-        Args:
-            keys: of all its requests together.
-            prompt_rows: rows of prompts in the same pass.
-            adapted: whether any of its requests has a LoRA adapter.
-            rounds: of its step.
-        """
+    def plan(self, load: Load) -> Plan:
+        """What a round would be."""
         return self._plan
 
-    def next(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
-        """What the next round is; see `plan`."""
-        return self.plan(requests, keys, prompt_rows, adapted, rounds)
+    def next(self, load: Load) -> Plan:
+        """What the next round is."""
+        return self.plan(load)
 
-    def promise(self, rounds: int, requests: int, keys: int, adapted: bool) -> Promise | None:
-        """What is to be had of rounds in steps of so many without prompts; None if nobody knows. See `plan`."""
+    def promise(self, load: Load) -> Promise | None:
+        """What is to be had of rounds in such steps, without prompts; None if nobody knows."""
         return None
 
-    def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
-        """Milliseconds of a round beside those of the target's pass alone, as far as they are known; see `plan`."""
+    def besides(self, plan: Plan, load: Load) -> float:
+        """Milliseconds of a round beside those of the target's pass alone, as far as they are known."""
         return 0.0
 
-    def milliseconds(
-        self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
-    ) -> float | None:
-        """Of a round on the device, and of prompts in its pass, if that is known; see `plan`."""
+    def milliseconds(self, plan: Plan, load: Load) -> float | None:
+        """Of a round on the device, and of prompts in its pass, if that is known."""
         return None
 
     def take(self, costs: Costs) -> None:
@@ -89,7 +66,7 @@ class RandomWidths(WholeBlocks):
         super().__init__(max(widths))
         self._widths, self._random = widths, random.Random(0)
 
-    def next(self, requests: int, *rest: object, **more: object) -> Plan:
+    def next(self, load: Load) -> Plan:
         return Plan(self._random.choice(self._widths))
 
 
@@ -107,8 +84,9 @@ class RandomRows(WholeBlocks):
         self._shares = bool(costs.ragged.sizes)
         self._reasons = (WHOLE, RAGGED, NARROW, PLAIN) if self._shares else (WHOLE, NARROW, PLAIN)
 
-    def next(self, requests: int, *rest: object, **more: object) -> Plan:
-        reason, width = self._random.choice(self._reasons), self._width
+    def next(self, load: Load) -> Plan:
+        requests, width = load.requests, self._width
+        reason = self._random.choice(self._reasons)
         if reason == PLAIN:
             return Plan(1, reason=PLAIN)
         if reason == WHOLE:

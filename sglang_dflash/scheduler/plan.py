@@ -22,6 +22,7 @@ from sglang_dflash.scheduler.choices import (
     PLAIN,
     PROBE,
     Choices,
+    Load,
     Plan,
     Promise,
     choices_of,
@@ -107,89 +108,66 @@ class BestRows(WholeBlocks):
             self._gains = _Gains.of(seen, [self._width, *self._costs.narrow, *self._costs.uniform])
         return self._gains
 
-    def plan(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
-        choices = self._choices_of(requests, prompt_rows)
+    def plan(self, load: Load) -> Plan:
+        choices = self._choices_of(load)
         if not self._requests:
             return choices.plan(0)
-        worth, tokens = self._worth(
-            choices, requests, self._of_requests(keys, adapted), prompt_rows, rounds
-        )
+        worth, tokens = self._worth(choices, load)
         best = int(worth.argmax())
         gains = worth[best] - worth[0] > (_WORTH - 1) * tokens[0]
         pays = gains or choices.plan(0).total is not None
         return choices.plan(best if pays else 0)
 
-    def promise(self, rounds: int, requests: int, keys: int, adapted: bool) -> Promise | None:
+    def promise(self, load: Load) -> Promise | None:
         if not self._requests:
             return None
-        choices, more = self._choices_of(requests, 0), self._of_requests(keys, adapted)
-        tokens, times = self._promised(choices, requests, more, False, rounds)
+        choices = self._choices_of(load)
+        tokens, times = self._promised(choices, load)
         best = int((tokens / times).argmax())
-        return Promise(tokens[best] / requests, choices.times[best] + more, times[best])
+        device = choices.times[best] + self._of_requests(load)
+        return Promise(tokens[best] / load.requests, device, times[best])
 
-    def milliseconds(
-        self, plan: Plan, requests: int, keys: int, prompt_rows: int, adapted: bool
-    ) -> float | None:
-        return self._time(plan, requests, prompt_rows) + self._of_requests(keys, adapted)
+    def milliseconds(self, plan: Plan, load: Load) -> float | None:
+        return self._time(plan, load) + self._of_requests(load)
 
-    def _of_requests(self, keys: int, adapted: bool) -> float:
+    def _of_requests(self, load: Load) -> float:
         """Milliseconds that a round takes for its requests' contexts and adapters, whatever it drafts and verifies."""
-        return self._costs.context * keys + self._costs.adapters * adapted
+        return self._costs.context * load.keys + self._costs.adapters * load.adapted
 
-    def _worth(
-        self, choices: Choices, requests: int, more: float, prompt_rows: int, rounds: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """What each choice promises beyond what its time is worth, and its tokens.
-
-        Args:
-            more: milliseconds of each, as `_of_requests` gives them.
-            rounds: of its step.
-        """
-        tokens, times = self._promised(choices, requests, more, prompt_rows > 0, rounds)
+    def _worth(self, choices: Choices, load: Load) -> tuple[np.ndarray, np.ndarray]:
+        """What each choice promises beyond what its time is worth, and its tokens."""
+        tokens, times = self._promised(choices, load)
         # Time with prompts is not theirs alone: it costs what the requests' own rounds would make of it.
         usual = (tokens, times)
-        if prompt_rows:
-            usual = self._promised(self._choices_of(requests, 0), requests, more, False, rounds)
+        if load.prompt_rows:
+            alone = load._replace(prompt_rows=0)
+            usual = self._promised(self._choices_of(alone), alone)
         return tokens - (usual[0] / usual[1]).max() * times, tokens
 
-    def _promised(
-        self, choices: Choices, requests: int, more: float, prompts: bool, rounds: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _promised(self, choices: Choices, load: Load) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and milliseconds of each choice; no step takes less than the host does for it."""
+        requests, times = load.requests, choices.times + self._of_requests(load)
         if (tokens := self._tokens.get(id(choices))) is None:
             scale = requests / self._requests
             drafts = (choices.rows - requests) / scale
             tokens = requests + scale * self._gains_of().at(choices.widths, drafts)
             self._tokens[id(choices)] = tokens
-        times = choices.times + more
-        return tokens, times if self._pace is None else self._pace.of_steps(times, prompts, rounds)
+        if self._pace is None:
+            return tokens, times
+        return tokens, self._pace.of_steps(times, load.prompt_rows > 0, load.rounds)
 
-    def _wider(self, plan: Plan, requests: int, more: float, prompt_rows: int, rounds: int) -> Plan:
+    def _wider(self, plan: Plan, load: Load) -> Plan:
         """The best of those whose blocks are the next wider ones, if there is room for any."""
-        choices = self._choices_of(requests, prompt_rows)
-        worth, _ = self._worth(choices, requests, more, prompt_rows, rounds)
+        choices = self._choices_of(load)
+        worth, _ = self._worth(choices, load)
         wider = choices.widths[choices.widths > plan.width]
         if not len(wider):
             return plan
         best = np.where(choices.widths == wider.min(), worth, -np.inf).argmax()
         return choices.plan(int(best))
 
-    def next(
-        self,
-        requests: int,
-        keys: int = 0,
-        prompt_rows: int = 0,
-        adapted: bool = False,
-        rounds: int = 1,
-    ) -> Plan:
-        plan = self.plan(requests, keys, prompt_rows, adapted, rounds)
+    def next(self, load: Load) -> Plan:
+        plan = self.plan(load)
         if plan.reason != PLAIN:
             self._without, self._patience = 0, _SOON
             if plan.reason != NARROW:
@@ -199,15 +177,14 @@ class BestRows(WholeBlocks):
             if self._narrowed < self._widen:
                 return plan
             self._narrowed, self._widen = 0, min(2 * self._widen, _RARELY)
-            more = self._of_requests(keys, adapted)
-            return self._wider(plan, requests, more, prompt_rows, rounds)
-        self._say(requests)
+            return self._wider(plan, load)
+        self._say(load.requests)
         self._without += 1
         if self._without < self._patience:
             return plan
         self._seen.clear()  # what this one finds counts, not what was before
-        choices = self._choices_of(requests, prompt_rows)
-        least = choices.least(requests)
+        choices = self._choices_of(load)
+        least = choices.least(load.requests)
         longer = choices.times[least] / choices.times[-1]
         late = _LATE if self._costs.ragged.sizes else max(_LATE, math.ceil(_FOR_EACH * longer))
         self._without, self._patience = 0, min(2 * self._patience, late)
@@ -221,10 +198,10 @@ class BestRows(WholeBlocks):
             )
             self._said = now
 
-    def _choices_of(self, requests: int, prompt_rows: int) -> Choices:
+    def _choices_of(self, load: Load) -> Choices:
         """All that a round can be, whole blocks first if they fit beside the prompts."""
         # Where there are no passes for both, prompts run by themselves.
-        at = requests, prompt_rows if self._costs.ragged.sizes else 0
+        at = load.requests, load.prompt_rows if self._costs.ragged.sizes else 0
         if at not in self._choices:
             if len(self._choices) > 10_000:
                 self._choices.clear()
@@ -232,21 +209,24 @@ class BestRows(WholeBlocks):
             self._choices[at] = choices_of(self._costs, self._width, *at)
         return self._choices[at]
 
-    def _time(self, plan: Plan, requests: int, prompt_rows: int) -> float:
-        """Milliseconds of a round, contexts aside."""
+    def _time(self, plan: Plan, load: Load) -> float:
+        """Milliseconds of a round, contexts and adapters aside."""
         if plan.total is None:
-            time = time_of_all(self._costs, plan.width, requests, prompt_rows)
+            time = time_of_all(self._costs, plan.width, load.requests, load.prompt_rows)
             if time is not None:
                 return time
-        passes = self._costs.passes(requests + (prompt_rows > 0))
-        return passes.at(plan.rows(requests) + prompt_rows) + self.besides(plan, requests)
+        passes = self._costs.passes(load.requests + (load.prompt_rows > 0))
+        rows = plan.rows(load.requests) + load.prompt_rows
+        return passes.at(rows) + self._beside_pass(plan, load.requests)
 
-    def besides(self, plan: Plan, requests: int, adapted: bool = False) -> float:
+    def besides(self, plan: Plan, load: Load) -> float:
         """Of one that is a pass over rows."""
+        return self._beside_pass(plan, load.requests) + self._costs.adapters * load.adapted
+
+    def _beside_pass(self, plan: Plan, requests: int) -> float:
         alone = draft_time(self._costs, plan.width, requests)
         alone += self._costs.head.at(plan.rows(requests))
-        alone += self._costs.shared(plan.width, requests)
-        return alone + self._costs.adapters * adapted
+        return alone + self._costs.shared(plan.width, requests)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sglang.srt.utils import ceil_align
 
 from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.run import RoundRunner
-from sglang_dflash.scheduler.choices import Plan
+from sglang_dflash.scheduler.choices import Load, Plan
 from sglang_dflash.scheduler.ending import leave_out_ending
 from sglang_dflash.scheduler.fixed_plans import WholeBlocks
 
@@ -59,7 +59,7 @@ class Riding:
             return None
         rows = prompts.extend_num_tokens
         adapted = has_adapters([batch.reqs[i].lora_id for i in living])
-        plan = self._planner.plan(len(living), prompt_rows=rows, adapted=adapted)
+        plan = self._planner.plan(Load(len(living), prompt_rows=rows, adapted=adapted))
         blocks = plan.rows(len(living))
         graphs = self._rounds.prompt_graphs
         if graphs and not graphs.holds(blocks + rows, len(living) + len(prompts.reqs)):
@@ -76,18 +76,18 @@ class Riding:
     def chunk_size(self, scheduler: Scheduler, size: int | None) -> int | None:
         """Rows of prompts that the next step takes; `size` is what the release would take."""
         reqs = [req for req in scheduler.running_batch.reqs if not req.finished()]
-        living, adapted = len(reqs), has_adapters([req.lora_id for req in reqs])
+        load = Load(len(reqs), adapted=has_adapters([req.lora_id for req in reqs]))
         whole = size is None or scheduler.truncation_align_size is not None
-        if not self.slowdown or not living or whole:
+        if not self.slowdown or not reqs or whole:
             return size
-        plan, graphs = self._planner.plan(living, adapted=adapted), self._rounds.prompt_graphs
-        blocks = plan.rows(living)
+        plan, graphs = self._planner.plan(load), self._rounds.prompt_graphs
+        blocks = plan.rows(len(reqs))
         least = max(_LEAST_ROWS, scheduler.page_size)
         if graphs is None:
             return min(size, max(least, int(blocks * self.slowdown)))
-        if not graphs.holds(blocks + least, living + 1):
+        if not graphs.holds(blocks + least, len(reqs) + 1):
             return size
-        besides = self._planner.besides(plan, living, adapted)
+        besides = self._planner.besides(plan, load)
         rows = graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler), besides)
         return min(size, max(least, rows))
 

@@ -22,7 +22,7 @@ from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.linear_states import RoundStates
 from sglang_dflash.round.run import Finish, RoundResult
 from sglang_dflash.scheduler.base import DFlashWorkerBase
-from sglang_dflash.scheduler.choices import PROBE, Plan, Promise
+from sglang_dflash.scheduler.choices import PROBE, Load, Plan, Promise
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import leave_out_ending, waits_for_history
 from sglang_dflash.scheduler.flight import Flight
@@ -139,7 +139,7 @@ class DFlashWorkerV2(DFlashWorkerBase):
     def _promise(self, reqs: Sequence[Req], rounds: int) -> Promise | None:
         keys = sum(req.kv_committed_len for req in reqs)
         adapted = has_adapters([req.lora_id for req in reqs])
-        return self.planner.promise(rounds, len(reqs), keys, adapted)
+        return self.planner.promise(Load(len(reqs), keys, adapted=adapted, rounds=rounds))
 
     def must_wait(self, batch: ScheduleBatch) -> bool:
         """Whether the pending result must be seen before the next round is reserved and launched.

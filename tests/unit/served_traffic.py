@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from sglang_dflash.round.costs import Costs, Staircase, Told
-from sglang_dflash.scheduler.choices import NARROW, Plan
+from sglang_dflash.scheduler.choices import NARROW, Load, Plan
 from sglang_dflash.scheduler.order import Order
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import BestRows
@@ -104,10 +104,10 @@ class AllRows(BestRows):
         super().__init__(WIDTH, replace(costs, narrow={width: Staircase(draft.sizes, times)}))
         self._all = width
 
-    def next(self, requests: int, *rest: object, **more: object) -> Plan:
+    def next(self, load: Load) -> Plan:
         if self._all == WIDTH:
             return Plan(WIDTH)
-        return Plan(self._all, requests * self._all, NARROW)
+        return Plan(self._all, load.requests * self._all, NARROW)
 
 
 @dataclass
@@ -173,23 +173,23 @@ class Traffic:
         new = [asked for asked in self._asked if asked <= max(chosen, 0.0)]
         self._asked = [asked for asked in self._asked if asked > max(chosen, 0.0)]
         requests, rows, device = len(self._left), PROMPT * len(new), 0.0
-        keys, rounds, made = CONTEXT * requests, 1, []
+        load, made = Load(requests, CONTEXT * requests, rows), []
         if requests:
             if self._order is not None and not new:
-                promised = partial(plans.promise, requests=requests, keys=keys, adapted=False)
-                rounds = self._order.rounds(promised)
-            made = rounds * [plans.next(requests, keys, rows, rounds=rounds)]
-            device = rounds * plans.milliseconds(made[0], requests, keys, rows, False)
+                rounds = self._order.rounds(lambda n: plans.promise(load._replace(rounds=n)))
+                load = load._replace(rounds=rounds)
+            made = load.rounds * [plans.next(load)]
+            device = load.rounds * plans.milliseconds(made[0], load)
         elif new:
             device = h200().passes(len(new)).at(rows)
         host = self._host.takes(self._random, requests, len(new))
         took[bool(new)].append(host)
         pace.alone, pace.with_prompts = np.array(took[0]), np.array(took[1])
         further = self._host.takes_further(requests)
-        if rounds > 1:
+        if load.rounds > 1:
             pace.further = np.array([further])
-        self._now += max(host + (rounds - 1) * further, device)
-        served.rounds += rounds
+        self._now += max(host + (load.rounds - 1) * further, device)
+        served.rounds += load.rounds
         for plan in made:
             self._accept(plans, plan, served)
         self._leave()

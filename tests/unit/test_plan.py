@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_dflash.round.costs import Costs, Staircase
-from sglang_dflash.scheduler.choices import NARROW, PLAIN, PROBE, RAGGED, WHOLE, Plan
+from sglang_dflash.scheduler.choices import NARROW, PLAIN, PROBE, RAGGED, WHOLE, Load, Plan
 from sglang_dflash.scheduler.fixed_plans import WholeBlocks
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import BestRows
@@ -39,7 +39,7 @@ def chances(rate: float, requests: int = 64) -> np.ndarray:
 
 
 def test_whole_until_anything_is_known() -> None:
-    assert BestRows(WIDTH, costs(1.0)).next(64).reason == WHOLE
+    assert BestRows(WIDTH, costs(1.0)).next(Load(64)).reason == WHOLE
 
 
 def test_what_the_pass_of_the_target_does_not_take() -> None:
@@ -47,10 +47,10 @@ def test_what_the_pass_of_the_target_does_not_take() -> None:
     heads = Staircase(SIZES, [0.1 * n for n in range(len(SIZES))])
     narrow = {8: Staircase([32, 128], [0.2, 0.3])}
     plans = BestRows(WIDTH, replace(costs(0.02, draft=0.5), head=heads, narrow=narrow))
-    assert plans.besides(Plan(WIDTH), 8) == pytest.approx(0.5 + 0.1)
-    assert plans.besides(Plan(8, 250, NARROW), 40) == pytest.approx(0.3 + 0.2)
-    assert plans.besides(Plan(1, reason=PLAIN), 40) == 0.0
-    assert WholeBlocks(WIDTH).besides(Plan(WIDTH), 8) == 0.0  # is not known
+    assert plans.besides(Plan(WIDTH), Load(8)) == pytest.approx(0.5 + 0.1)
+    assert plans.besides(Plan(8, 250, NARROW), Load(40)) == pytest.approx(0.3 + 0.2)
+    assert plans.besides(Plan(1, reason=PLAIN), Load(40)) == 0.0
+    assert WholeBlocks(WIDTH).besides(Plan(WIDTH), Load(8)) == 0.0  # is not known
 
 
 def test_rounds_that_adapters_make_longer() -> None:
@@ -58,9 +58,14 @@ def test_rounds_that_adapters_make_longer() -> None:
     plans = BestRows(WIDTH, replace(costs(0.1), adapters=20.0))
     plans.note(chances(0.7))
     for at in ({}, {"prompt_rows": 100}):
-        without, adapted = (plans.plan(20, adapted=adapted, **at) for adapted in (False, True))
+        without, adapted = (
+            plans.plan(Load(20, adapted=adapted, **at)) for adapted in (False, True)
+        )
         assert adapted.rows(20) > without.rows(20)
-        assert plans.besides(without, 20, adapted=True) - plans.besides(without, 20) == 20.0
+        assert (
+            plans.besides(without, Load(20, adapted=True)) - plans.besides(without, Load(20))
+            == 20.0
+        )
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.9, 0.97])
@@ -68,9 +73,9 @@ def test_free_rows(rate: float) -> None:
     """Where rows cost nothing, all are verified, unless not even drafting pays."""
     plans = BestRows(WIDTH, costs(0.0))
     plans.note(chances(rate))
-    assert plans.next(1).reason == WHOLE
+    assert plans.next(Load(1)).reason == WHOLE
     plans.note(chances(0.0))
-    assert plans.next(1).reason == PLAIN
+    assert plans.next(Load(1)).reason == PLAIN
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
@@ -80,7 +85,7 @@ def test_dear_rows(rate: float, requests: int) -> None:
     table = costs(0.02)
     plans = BestRows(WIDTH, table)
     plans.note(chances(rate))
-    plan = plans.next(requests)
+    plan = plans.next(Load(requests))
     worth = np.sort(chances(rate, requests), axis=None)[::-1]
 
     def speed(rows: int) -> float:
@@ -97,18 +102,18 @@ def test_long_contexts_make_rows_cheaper() -> None:
     """What their keys take is taken whatever the number of rows."""
     plans = BestRows(WIDTH, costs(0.02))
     plans.note(chances(0.8))
-    assert plans.plan(32, keys=10_000_000).rows(32) > plans.plan(32).rows(32)
+    assert plans.plan(Load(32, keys=10_000_000)).rows(32) > plans.plan(Load(32)).rows(32)
 
 
 def test_prompts_take_rows() -> None:
     """What is planned and prompts beside it are no more than the largest pass, and fill one up."""
     plans = BestRows(WIDTH, costs(1e-6))
     plans.note(chances(0.95))
-    assert plans.plan(100, prompt_rows=100).rows(100) == 1600
-    beside = plans.plan(100, prompt_rows=600)
+    assert plans.plan(Load(100, prompt_rows=100)).rows(100) == 1600
+    beside = plans.plan(Load(100, prompt_rows=600))
     assert beside.reason == RAGGED and beside.rows(100) + 600 == 2048
     plans.note(chances(0.0))
-    assert plans.plan(100, prompt_rows=600).rows(100) == 100
+    assert plans.plan(Load(100, prompt_rows=600)).rows(100) == 100
 
 
 @pytest.mark.parametrize("requests", [8, 32])
@@ -116,8 +121,8 @@ def test_rows_are_as_dear_beside_prompts(requests: int) -> None:
     """Those of a prompt make a round longer, which is no reason to verify drafts that did not pay without."""
     plans = BestRows(WIDTH, costs(0.02, sizes=[*range(16, 2049, 16)]))
     plans.note(chances(0.8))
-    alone = plans.plan(requests).rows(requests)
-    beside = [plans.plan(requests, prompt_rows=n).rows(requests) for n in (64, 256, 512)]
+    alone = plans.plan(Load(requests)).rows(requests)
+    beside = [plans.plan(Load(requests, prompt_rows=n)).rows(requests) for n in (64, 256, 512)]
     assert requests < alone < requests * WIDTH
     assert beside == [alone] * 3
 
@@ -126,23 +131,26 @@ def test_more_requests_than_a_graph_holds() -> None:
     """They run kernel by kernel, and all rows are verified, whatever is expected of them."""
     plans = BestRows(WIDTH, costs(0.02))
     plans.note(chances(0.0))
-    assert plans.next(128).reason == PLAIN
-    assert plans.next(129).reason == WHOLE and plans.plan(129, prompt_rows=64).rows(129) == 2064
+    assert plans.next(Load(128)).reason == PLAIN
+    assert (
+        plans.next(Load(129)).reason == WHOLE
+        and plans.plan(Load(129, prompt_rows=64)).rows(129) == 2064
+    )
 
 
 def test_probes() -> None:
     """While nothing is drafted, few drafts are tried now and then, and rarely at last."""
     plans = BestRows(WIDTH, costs(0.02))
     plans.note(chances(0.0))
-    made = [plans.next(32) for _ in range(400)]
+    made = [plans.next(Load(32)) for _ in range(400)]
     at = [i for i, plan in enumerate(made) if plan.reason == PROBE]
     assert {plan.reason for plan in made} == {PLAIN, PROBE}
     assert all(plan.width == WIDTH and plan.total == 64 for plan in made if plan.reason == PROBE)
     assert at[0] < 10 and 4 <= len(at) <= 10 and at[-1] - at[-2] == 64
     plans.note(chances(0.9))
-    assert plans.next(32).reason in (WHOLE, RAGGED)
+    assert plans.next(Load(32)).reason in (WHOLE, RAGGED)
     plans.note(chances(0.0))
-    again = [plans.next(32).reason for _ in range(10)]
+    again = [plans.next(Load(32)).reason for _ in range(10)]
     assert again[0] == PLAIN and PROBE in again
 
 
@@ -154,13 +162,13 @@ def whole_or_plain(per_row: float) -> BestRows:
 def test_whole_or_plain() -> None:
     """Whichever is faster; prompts run by themselves and change nothing."""
     plans = whole_or_plain(0.1)
-    assert plans.next(64).reason == WHOLE
+    assert plans.next(Load(64)).reason == WHOLE
     plans.note(chances(0.5))
     for requests, reason in ((1, WHOLE), (8, PLAIN), (64, PLAIN)):
-        assert plans.plan(requests).reason == reason
-        assert plans.plan(requests, prompt_rows=500) == plans.plan(requests)
+        assert plans.plan(Load(requests)).reason == reason
+        assert plans.plan(Load(requests, prompt_rows=500)) == plans.plan(Load(requests))
     plans.note(chances(0.99))
-    assert plans.plan(64, prompt_rows=2000).reason == WHOLE
+    assert plans.plan(Load(64, prompt_rows=2000)).reason == WHOLE
 
 
 def test_uniform_blocks() -> None:
@@ -172,7 +180,7 @@ def test_uniform_blocks() -> None:
     }
     plans = BestRows(WIDTH, replace(costs(0.02, sizes=[]), uniform=uniform))
     plans.note(chances(0.7))
-    found = {n: plans.plan(n) for n in requests}
+    found = {n: plans.plan(Load(n)) for n in requests}
     assert all(plan.total is None for plan in found.values())
     for n, plan in found.items():
         speeds = {
@@ -183,7 +191,7 @@ def test_uniform_blocks() -> None:
         assert speeds[plan.width] >= 0.98 * max(speeds.values())
     assert len({plan.width for plan in found.values()}) >= 3
     plans.note(chances(0.0))
-    (probe,) = [plan for plan in (plans.next(32) for _ in range(10)) if plan.reason == PROBE]
+    (probe,) = [plan for plan in (plans.next(Load(32)) for _ in range(10)) if plan.reason == PROBE]
     assert probe == Plan(2, reason=PROBE)
 
 
@@ -191,7 +199,7 @@ def test_dear_probes_are_rare() -> None:
     """Rounds that only look whether drafts pay take about 3% of the time at last."""
     plans = whole_or_plain(0.5)
     plans.note(chances(0.0))
-    made = [plans.next(128) for _ in range(3000)]
+    made = [plans.next(Load(128)) for _ in range(3000)]
     at = [i for i, plan in enumerate(made) if plan.reason == PROBE]
     assert all(made[i].width == WIDTH and made[i].total is None for i in at)
     longer = (0.5 + 5 + 0.5 * 128 * WIDTH) / (5 + 0.5 * 128)
@@ -201,15 +209,15 @@ def test_dear_probes_are_rare() -> None:
 def test_whole_blocks_are_left_for_something_better_only() -> None:
     plans = BestRows(WIDTH, costs(1e-5))
     plans.note(chances(0.9))
-    assert plans.next(8).reason == WHOLE
+    assert plans.next(Load(8)).reason == WHOLE
 
 
 def test_what_is_measured_again() -> None:
     plans = BestRows(WIDTH, costs(0.02))
     plans.note(chances(0.5))
-    assert plans.next(64).reason == RAGGED
+    assert plans.next(Load(64)).reason == RAGGED
     plans.take(costs(0.0))
-    assert plans.next(64).reason == WHOLE
+    assert plans.next(Load(64)).reason == WHOLE
 
 
 def test_one_bad_block_is_no_reason() -> None:
@@ -217,7 +225,7 @@ def test_one_bad_block_is_no_reason() -> None:
     plans = BestRows(WIDTH, costs(0.0))
     for number in range(300):
         plans.note(chances(0.02 if number % 7 == 6 else 0.9, requests=1))
-        assert plans.next(1).reason == WHOLE
+        assert plans.next(Load(1)).reason == WHOLE
 
 
 @pytest.mark.parametrize("requests", [1, 32])
@@ -226,13 +234,13 @@ def test_drafts_that_pay_again(requests: int) -> None:
     plans = BestRows(WIDTH, costs(0.02))
     for _ in range(100):
         plans.note(chances(0.0, requests))
-        plans.next(requests)
+        plans.next(Load(requests))
     rounds = 0
-    while plans.next(requests).reason == PLAIN:
+    while plans.next(Load(requests)).reason == PLAIN:
         rounds += 1
     assert rounds <= 64
     plans.note(chances(0.9, requests))
-    assert plans.next(requests).width == WIDTH
+    assert plans.next(Load(requests)).width == WIDTH
 
 
 def dear_drafts() -> Costs:
@@ -268,7 +276,7 @@ def test_narrower_blocks(rate: float, requests: int) -> None:
     rows = [n for n in (*SIZES, *(requests * w for w in widths)) if n > requests]
     best = max(speed(w, n) for w in widths for n in rows if n <= requests * w)
     best = max(best, requests / table.plain.at(requests))
-    plan = plans.next(requests)
+    plan = plans.next(Load(requests))
     assert plan.reason == PLAIN or plan.width in widths
     found = requests / table.plain.at(requests)
     if plan.reason != PLAIN:
@@ -283,27 +291,27 @@ def test_narrower_blocks_pay_and_are_left_now_and_then() -> None:
     plans.note(chances(0.6))
     widths = []
     for _ in range(1000):
-        plan = plans.next(64)
+        plan = plans.next(Load(64))
         widths.append(plan.width)
         plans.note(chances(0.6)[:, : plan.width - 1])
     wider = [i for i, width in enumerate(widths) if width > plan.width]
     assert set(widths) == {plan.width, 2 * plan.width} and 2 * plan.width < WIDTH
     assert wider[0] < 20 and wider[-1] - wider[-2] == 128 and len(wider) < 12
     for _ in range(200):
-        plans.note(chances(0.99)[:, : plans.next(64).width - 1])
+        plans.note(chances(0.99)[:, : plans.next(Load(64)).width - 1])
     easy = BestRows(WIDTH, dear_drafts())
     easy.note(chances(0.99))
-    assert plans.plan(64).width == easy.plan(64).width > plan.width
+    assert plans.plan(Load(64)).width == easy.plan(Load(64)).width > plan.width
 
 
 def test_what_is_behind_narrower_blocks() -> None:
     """Is expected to fall as it did in the last whole ones."""
     plans = BestRows(WIDTH, dear_drafts())
     plans.note(chances(0.8))
-    known = plans.plan(8)
+    known = plans.plan(Load(8))
     for _ in range(20):
         plans.note(chances(0.8)[:, :3])
-    assert plans.plan(8) == known
+    assert plans.plan(Load(8)) == known
 
 
 def test_narrower_blocks_beside_prompts() -> None:
@@ -311,7 +319,7 @@ def test_narrower_blocks_beside_prompts() -> None:
     plans = BestRows(WIDTH, dear_drafts())
     plans.note(chances(0.6))
     for rows in (10, 500, 1500, 1900):
-        plan = plans.plan(64, prompt_rows=rows)
+        plan = plans.plan(Load(64, prompt_rows=rows))
         assert plan.rows(64) + rows <= 2048
         if plan.reason == NARROW:
             assert plan.rows(64) <= 64 * plan.width
@@ -320,7 +328,7 @@ def test_narrower_blocks_beside_prompts() -> None:
 def test_a_probe_is_as_cheap_as_can_be() -> None:
     plans = BestRows(WIDTH, dear_drafts())
     plans.note(chances(0.0))
-    (probe,) = [plan for plan in (plans.next(64) for _ in range(10)) if plan.reason == PROBE]
+    (probe,) = [plan for plan in (plans.next(Load(64)) for _ in range(10)) if plan.reason == PROBE]
     assert (probe.width, probe.total) == (2, 128)
 
 
@@ -349,11 +357,11 @@ def test_rows_that_the_host_pays(rate: float, requests: int) -> None:
     widths = [WIDTH, *(w for w, stairs in table.narrow.items() if requests >= stairs.sizes[0])]
     rows = [n for n in (*SIZES, *(requests * w for w in widths)) if n > requests]
     best = max(speed(w, n) for w in widths for n in rows if n <= requests * w)
-    plan = plans.next(requests)
+    plan = plans.next(Load(requests))
     assert speed(plan.width, plan.rows(requests)) >= 0.98 * best
     unhurried = BestRows(WIDTH, table)
     unhurried.note(chances(rate))
-    assert plan.rows(requests) >= unhurried.next(requests).rows(requests)
+    assert plan.rows(requests) >= unhurried.next(Load(requests)).rows(requests)
 
 
 def test_the_host_takes_longer_with_prompts() -> None:
@@ -366,7 +374,7 @@ def test_the_host_takes_longer_with_prompts() -> None:
     }.items():
         plans = BestRows(WIDTH, dear_drafts(), pace)
         plans.note(chances(0.6))
-        rows[name] = [plans.plan(64, prompt_rows=at).rows(64) for at in (0, 100)]
+        rows[name] = [plans.plan(Load(64, prompt_rows=at)).rows(64) for at in (0, 100)]
     assert rows["prompts"][0] == rows["none"][0] and rows["prompts"][1] > rows["none"][1]
     assert rows["alone"][0] > rows["none"][0]
 
@@ -375,22 +383,22 @@ def test_other_times_while_a_probe_is_on_its_way() -> None:
     """What rounds take is measured anew when what was seen before the probe is forgotten and its result not there."""
     plans = BestRows(WIDTH, costs(0.1))
     plans.note(chances(0.0))
-    while plans.next(64).reason != PROBE:
+    while plans.next(Load(64)).reason != PROBE:
         pass
     plans.take(costs(0.1))
-    assert plans.next(64).reason == PLAIN
+    assert plans.next(Load(64)).reason == PLAIN
 
 
 def test_what_rounds_in_steps_of_several_promise() -> None:
     """The best for its time, of which the host takes less the more of them a step has."""
     plans = BestRows(WIDTH, dear_drafts(), paced(24.0, 0.0))
-    assert plans.promise(1, 64, 0, False) is None  # nothing was seen
-    assert WholeBlocks(WIDTH).promise(1, 64, 0, False) is None
+    assert plans.promise(Load(64)) is None  # nothing was seen
+    assert WholeBlocks(WIDTH).promise(Load(64)) is None
     plans.note(chances(0.6))
-    one, two = (plans.promise(rounds, 64, 6400, False) for rounds in (1, 2))
+    one, two = (plans.promise(Load(64, 6400, rounds=rounds)) for rounds in (1, 2))
     assert one.step >= 24.0 and one.device <= one.step
     # Further rounds cost the host a quarter until they are measured: 30 ms for two.
     assert 15.0 <= two.step < one.step and two.tokens <= one.tokens
     assert two.tokens / two.step > one.tokens / one.step
-    plan = plans.plan(64, 6400, rounds=2)
-    assert plan.rows(64) <= plans.plan(64, 6400).rows(64)
+    plan = plans.plan(Load(64, 6400, rounds=2))
+    assert plan.rows(64) <= plans.plan(Load(64, 6400)).rows(64)

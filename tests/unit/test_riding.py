@@ -223,14 +223,10 @@ def test_chunk_size(graphs: PromptGraphs | None, slowdown: float, rows: int) -> 
 
 
 def test_chunks_beside_a_drafter_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        WholeBlocks, "besides", lambda self, plan, requests, adapted: 1e-3 * requests
-    )
+    monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, load: 1e-3 * load.requests)
     scheduler = world(request(), request())
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 64
-    monkeypatch.setattr(
-        WholeBlocks, "besides", lambda self, plan, requests, adapted: 10.0 * requests
-    )
+    monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, load: 10.0 * load.requests)
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 128 - 2 * WIDTH
 
 
