@@ -8,11 +8,11 @@ import torch
 
 from sglang_dflash.gpu.fa3_attention import Fa3BlockAttention
 
-_SMALL_TILE = 64  # rows of FA3's smaller tile, query heads that share a KV head side by side
-_FEW_ROWS = 1024  # of a pass, up to which most requests have few of them
-
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+_SMALL_TILE = 64  # rows of FA3's smaller tile, query heads that share a KV head side by side
+_FEW_ROWS = 1024  # of a pass, up to which most requests have few of them
 
 
 class Fa3SideBySide(Fa3BlockAttention):

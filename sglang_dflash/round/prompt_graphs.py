@@ -265,10 +265,9 @@ class PromptGraphs:
         of_rooms = [(size, room) for size in self.sizes[::-1] for room in self._rooms[size][::-1]]
         keys = [Key(*each, short) for each in of_rooms for short in tables]
         rounds, most = self._rounds, self._rounds.sizes[-1]
-        widths = [1] if rounds.survival is None else [*rounds.widths, *rounds.narrow]
-        widest = max(width for width in widths if width == 1 or self._is_narrow(width, most))
-        if widest > 1:  # else none of its rows can be left out
-            sizes = narrow_sizes(self.sizes, most, widest)
+        widths = [w for w in (*rounds.widths, *rounds.narrow) if w > 1 and self._is_narrow(w, most)]
+        if widths and rounds.survival is not None:  # else rounds of blocks are verified whole
+            sizes = narrow_sizes(self.sizes, most, max(widths))
             keys += [Key(size, most, t, narrow=True) for size in sizes[::-1] for t in tables]
         return keys
 

@@ -141,8 +141,8 @@ def round_buffers(
     if narrow_rounds := sum(len(dear_sizes(buckets, width)) for width in narrow):
         rounds += narrow_rounds * _NARROW + max(buckets) * narrow[0] * logits * itemsize
     graphs = sum(len(rooms(size, max(buckets) + PROMPTS)) for size in passes)
-    if few := [width for width in narrow if width <= NARROW]:
-        graphs += len(narrow_sizes(passes, max(buckets), max(few)))
+    if auto:
+        graphs += len(narrow_sizes(passes, max(buckets), min(block, NARROW)))
     graphs *= (1 + (context_len > SHORT_TABLE)) * _PASS
     # Beside what passes leave to those who draw and to the drafter.
     return (
