@@ -37,11 +37,11 @@ def costs_of_sharing(
     Args:
         costs: of its parts.
     """
-    padding_row, found, all_quiet = rounds.parts.state.padding_row, {}, True
+    state, found, all_quiet = rounds.parts.state, {}, True
 
     def run(width: int, requests: int, total: int) -> None:
         # Of requests that only pad a batch nothing is left.
-        rows = torch.full_like(rounds.rows[:requests], padding_row)
+        rows = state.lengths.new_full((requests,), state.padding_row)
         launch(rows, torch.zeros(requests, dtype=torch.int64), width, total=total)()
 
     for width in _widths(rounds):
@@ -50,7 +50,6 @@ def costs_of_sharing(
             continue
         sizes = sizes[::-2][::-1]  # every other one tells enough
         kinds = [(width, n, _total(passes.sizes, n, width)) for n in sizes]
-        run(*kinds[0])  # compiles what is not yet
         times = milliseconds([partial(run, *kind) for kind in kinds])
         parts = [_parts(costs, *kind) for kind in kinds]
         added = [time - part for time, part in zip(times.shortest, parts, strict=True)]

@@ -20,8 +20,8 @@ class Rounds:
 
     def __init__(self, narrow: list[int]) -> None:
         self.sizes, self.widths, self.narrow = SIZES, [1, WIDTH], narrow
-        self.rows = torch.zeros(40).long()
-        self.parts = SimpleNamespace(state=SimpleNamespace(padding_row=PADDING))
+        state = SimpleNamespace(padding_row=PADDING, lengths=torch.zeros(1, dtype=torch.int64))
+        self.parts = SimpleNamespace(state=state)
         self.run: list[tuple[int, int, int]] = []
         self.units = 0
 
@@ -67,7 +67,7 @@ def test_parts_are_taken_off(narrow: list[int], monkeypatch: pytest.MonkeyPatch)
     sharing, quiet = sharing_costs.costs_of_sharing(rounds, passes, rounds.launch, costs)
     assert quiet and sharing.keys() == {WIDTH, *narrow[1:2]}
     whole = [run for run in rounds.run if run[0] == WIDTH]
-    assert whole[1:] == [(WIDTH, 1, 16), (WIDTH, 8, 32), (WIDTH, 40, 64)]
+    assert whole == [(WIDTH, 1, 16), (WIDTH, 8, 32), (WIDTH, 40, 64)]
     expected = [2 - 0.5 - 2.0 - 0.25, 16 - 1.0 - 2.0 - 0.25, 80 - 2.0 - 6.0 - 0.5]
     assert [sharing[WIDTH].at(n) for n in (1, 8, 40)] == expected
     if narrow:
