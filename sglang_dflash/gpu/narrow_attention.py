@@ -6,18 +6,12 @@ Triton's with 16 leave room for a second program, so that one loads keys while t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-from sglang_dflash.gpu.kernels.block_attention import block_attention
-from sglang_dflash.gpu.kernels.block_tiles import WHOLE, Tile
+from sglang_dflash.gpu.kernels.block_tiles import WHOLE, Split, Tile
 from sglang_dflash.gpu.kernels.tile_plan import Plan, make_plan
 from sglang_dflash.gpu.triton_attention import TritonBlockAttention
 from sglang_dflash.gpu.triton_side_by_side import TritonSideBySide
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
 
 TILE = Tile(16, 128, 4, 2)
 TILE_HEAD = 128  # the largest that it is for
@@ -28,20 +22,10 @@ PROGRAMS = 1.5
 class NarrowBlockAttention(TritonBlockAttention):
     """Each program has all rows of a request and KV head, and all of their keys."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layer: RadixAttention,
-        causal: bool,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        lengths, table = self.keys_of(layer)
-        given: dict[str, Any] = self.options(keys, layer, causal, sinks)
-        return block_attention(
-            *(q, keys, values, table, lengths), width=self.width, split=WHOLE, tile=TILE, **given
-        )
+    tile = TILE
+
+    def split(self) -> Split:
+        return WHOLE
 
 
 class NarrowSideBySide(TritonSideBySide):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
@@ -10,7 +10,7 @@ from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 from sglang_dflash.chunks import chunk_of
 from sglang_dflash.gpu.block_attention import BlockAttention, window_of
 from sglang_dflash.gpu.kernels.block_attention import block_attention
-from sglang_dflash.gpu.kernels.block_tiles import WHOLE
+from sglang_dflash.gpu.kernels.block_tiles import WHOLE, Split, Tile
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -20,6 +20,12 @@ class TritonBlockAttention(BlockAttention):
     """Reads K and V of any dtype beside queries of the model's."""
 
     name = "triton"
+    tile: ClassVar[Tile | None] = None  # the one for so many rows
+
+    def split(self) -> Split | None:
+        """How keys are split; None for what occupies the device."""
+        # Deterministic inference wants sums over keys in one order, whatever the batch.
+        return WHOLE if is_batch_invariant_mode_enabled() else None
 
     def attend(
         self,
@@ -38,8 +44,8 @@ class TritonBlockAttention(BlockAttention):
             table,
             lengths,
             width=self.width,
-            # Deterministic inference wants sums over keys in one order, whatever the batch.
-            split=WHOLE if is_batch_invariant_mode_enabled() else None,
+            split=self.split(),
+            tile=self.tile,
             **self.options(keys, layer, causal, sinks),
         )
 
