@@ -53,12 +53,16 @@ class Blocks:
         self.causal, self.page_size, self.longest = causal, page_size, longest
         self.width = width
         config = SimpleNamespace(
-            num_attention_heads=HEADS, head_dim=DIM, get_num_kv_heads=lambda tp_size: KV_HEADS
+            num_attention_heads=HEADS,
+            head_dim=DIM,
+            v_head_dim=DIM,
+            get_num_kv_heads=lambda tp_size: KV_HEADS,
         )
         self.runner = SimpleNamespace(
             token_to_kv_pool=None,
             page_size=page_size,
             tp_size=1,
+            attention_chunk_size=None,
             kv_cache_dtype=kv_dtype,
             model_config=config,
         )
