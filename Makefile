@@ -115,7 +115,7 @@ test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; 
 	tests/unit/test_triton_attention.py tests/unit/test_triton_side_by_side.py tests/unit/test_penalty_kernels.py \
 	tests/unit/test_penalties.py tests/unit/test_grammar.py tests/unit/test_linear_kernels.py tests/unit/test_adapter_products.py \
 	tests/unit/test_adapter_rows.py tests/unit/test_adapter_sums.py tests/unit/test_ragged.py tests/unit/test_side_by_side.py \
-	tests/unit/test_at_once_check.py $(ARGS); \
+	tests/unit/test_at_once_check.py tests/unit/test_fp8_ways.py $(ARGS); \
 	else echo "make test-gpu: skipped, because nvidia-smi lists no GPU here"; fi
 
 losslessness: setup ## compare MODEL with DRAFT and without, on PROMPTS; its options are COMPARE, those of servers ARGS: docs/losslessness.md

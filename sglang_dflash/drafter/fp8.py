@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sglang_dflash.gpu.fp8 import Fp8Method, Fp8Weight
+from sglang_dflash.gpu.fp8_times import find_ways
 
 _MULTIPLE = 16  # sizes that the kernels take
 
@@ -32,9 +33,8 @@ class Fp8Products:
         self._fp8 = {each: Fp8Weight(weight) for each, (_, weight) in self._plain.items()}
         head = model.vocabulary.plain_head
         self._head = Fp8Weight(head) if head is not None and _pays(head, least) else None
-        dtype = model.norm.weight.dtype
-        for weight in (*self._fp8.values(), *([self._head] if self._head else ())):
-            weight.find_ways(dtype)
+        weights = [*self._fp8.values(), *([self._head] if self._head else ())]
+        find_ways(weights, model.norm.weight.dtype)
 
     @property
     def any(self) -> bool:

@@ -6,18 +6,16 @@ largest of FP8.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from sglang_dflash.gpu.fp8_ways import FIRST, Operands, Way, multiply, step_of
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-logger = logging.getLogger(__name__)
 
 # Elements of a weight from which on an H200 saves more than quantizing rows takes (2.5 microseconds).
 LEAST_ELEMENTS = 16_000_000
@@ -25,9 +23,6 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 SMALLEST_SCALE = 1e-12  # of rows of zeros
 _CHUNK = 8192  # rows of a weight that are float32 at once
-# Numbers of rows for which CUTLASS's tiles of the release fit badly: others are tried there for wide weights.
-_BADLY_FROM, _BADLY_TO, _STEP, _WIDE = 128, 256, 32, 8192
-_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,7 @@ class Fp8Weight:
     Attributes:
         values: [out, in] FP8.
         scales: [out, 1] float32.
+        ways: how so many rows are multiplied, by their step (`gpu/fp8_times.py`); in the first way where none is named.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -75,7 +71,7 @@ class Fp8Weight:
         self.values = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
         self.scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
         self.fill(weight)
-        self._ways: dict[int, str] = {}
+        self.ways: dict[int, Way] = {}
 
     @torch.no_grad()
     def fill(self, weight: torch.Tensor) -> None:
@@ -91,69 +87,13 @@ class Fp8Weight:
         if not rows.values.is_cuda:
             y = rows.values.float() @ self.values.float().t() * rows.scales * self.scales.t()
             return (y if bias is None else y + bias.float()).to(rows.dtype)
-        most = -(-len(rows) // _STEP) * _STEP
-        way = _cutlass if bias is not None else _WAYS[self._ways.get(most, _FIRST)]
-        return way(self, rows, bias)
+        way = FIRST if bias is not None else self.ways.get(step_of(len(rows)), FIRST)
+        return self.multiply(rows, way, bias)
 
-    @torch.no_grad()
-    def find_ways(self, dtype: torch.dtype) -> None:
-        """Looks for what takes the least time where tiles fit badly; before graphs are captured.
-
-        Args:
-            dtype: of the rows before they are quantized.
-        """
-        if not self.values.is_cuda or len(self.values) < _WIDE:
-            return
-        for most in range(_BADLY_FROM + _STEP, _BADLY_TO + 1, _STEP):
-            # Blocks without their bonus tokens have no round number of rows.
-            x = torch.ones(most - 1, self.values.shape[1], dtype=dtype, device=self.values.device)
-            rows = quantize_rows(x)
-            times = {
-                name: _milliseconds(lambda: way(self, rows, None))  # noqa: B023
-                for name, way in _WAYS.items()
-            }
-            self._ways[most] = min(times, key=times.__getitem__)
-        logger.debug("FP8 products of %s rows: %s", len(self.values), self._ways)
-
-
-def _cutlass(weight: Fp8Weight, rows: Fp8Rows, bias: torch.Tensor | None) -> torch.Tensor:
-    from sglang.srt.layers.quantization.fp8_utils import fp8_scaled_mm
-
-    values = weight.values.t()
-    return fp8_scaled_mm(rows.values, values, rows.scales, weight.scales, rows.dtype, bias)
-
-
-def _scaled_mm(weight: Fp8Weight, rows: Fp8Rows, _: torch.Tensor | None) -> torch.Tensor:
-    scales = dict(scale_a=rows.scales, scale_b=weight.scales.t())
-    return torch._scaled_mm(rows.values, weight.values.t(), out_dtype=rows.dtype, **scales)
-
-
-def _padded(weight: Fp8Weight, rows: Fp8Rows, _: torch.Tensor | None) -> torch.Tensor:
-    """As many rows as that has a good tile for."""
-    missing = _BADLY_TO - len(rows)
-    values = rows.values.new_empty(_BADLY_TO, rows.values.shape[1])
-    values[: len(rows)] = rows.values
-    scales = torch.nn.functional.pad(rows.scales, (0, 0, 0, missing))
-    return _scaled_mm(weight, Fp8Rows(values, scales, rows.dtype), None)[: len(rows)]
-
-
-_FIRST = "CUTLASS"
-_WAYS: dict[str, Callable[[Fp8Weight, Fp8Rows, torch.Tensor | None], torch.Tensor]] = {
-    _FIRST: _cutlass,
-    "PyTorch": _scaled_mm,
-    "PyTorch, padded": _padded,
-}
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(_TIMES):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+    def multiply(self, rows: Fp8Rows, way: Way, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`product` on a GPU, in one way."""
+        given = Operands(rows.values, rows.scales, self.values, self.scales)
+        return multiply(given, rows.dtype, way, bias)
 
 
 class Fp8Method:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from typing import TypeVar
 
 import torch
 import triton
@@ -34,6 +35,7 @@ _GLANCE, _MOST_CALLS, _VARIED, _KEPT = 200.0, 6, 2, 4
 _GLANCES = 0.7  # of the time that there is
 _CLUSTERS, _OPTIONS, _PARTS = (2, 3, 4, 5, 7), range(8), (1, 2)
 _IN_FLOAT32 = 2  # how parts are added
+Weight = TypeVar("Weight")  # a tensor, or what has one
 
 
 @torch.no_grad()
@@ -48,7 +50,7 @@ def time_tilings(
     end, weights = time.monotonic() + seconds, weights[: _enough(key, weights[0])]
     x = torch.randn(key.rows, key.depth, dtype=torch.bfloat16, device=weights[0].device)
     after = _after(key, x)
-    times = {None: _microseconds(weights, lambda weight: after(linear(x, weight)))}
+    times = {None: microseconds(weights, lambda weight: after(linear(x, weight)))}
     with_swiglu = key.kind is Kind.SWIGLU
     if key.rows > MOST_ROWS:
         choices = _quickest(x, weights, choices, end - (1 - _GLANCES) * seconds)
@@ -62,7 +64,7 @@ def time_tilings(
         try:
             if _is_right(multiply(x, weights[0], choice, with_swiglu), expected):
                 take = (lambda y: y) if with_swiglu else after
-                times[choice] = _microseconds(
+                times[choice] = microseconds(
                     weights,
                     lambda weight: take(multiply(x, weight, choice, with_swiglu)),  # noqa: B023
                 )
@@ -157,7 +159,7 @@ def _is_right(y: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((whole - expected.float()).abs().max() <= 0.02 * expected.float().abs().max())
 
 
-def _microseconds(weights: Sequence[torch.Tensor], run: Callable[[torch.Tensor], object]) -> float:
+def microseconds(weights: Sequence[Weight], run: Callable[[Weight], object]) -> float:
     """Of one run, in a graph over all weights: the least of several replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

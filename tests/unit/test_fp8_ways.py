@@ -1,0 +1,94 @@
+"""How products in FP8 are run: the fastest way of each step of rows, whatever ways there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dflash.gpu import fp8_times
+from sglang_dflash.gpu.fp8 import Fp8Rows, Fp8Weight, quantize_rows
+from sglang_dflash.gpu.fp8_times import MOST_ROWS, fastest, find_ways
+from sglang_dflash.gpu.fp8_ways import FIRST, STEP, TILE, WAYS, Operands, Way, filled_up, step_of
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+FILLED = Way(FIRST.kernel, True)
+
+
+def test_fastest() -> None:
+    """A way that is hardly faster than the first is noise; where that cannot run, any is."""
+    other, third = WAYS[1:3]
+    assert fastest({FIRST: 10.0, other: 9.0, third: 8.0}) == third
+    assert fastest({FIRST: 10.0, other: 9.9}) == FIRST
+    assert fastest({other: 100.0, third: 99.0}) == third
+    assert fastest({}) == FIRST
+
+
+class Weight:
+    """One whose products take what `cost` says, or cannot run."""
+
+    def __init__(self, size: int, cost: Callable[[int, Way], float]) -> None:
+        self.values, self.ways = SimpleNamespace(shape=(size, 32), is_cuda=True, device="cpu"), {}
+        self._cost, self.took = cost, 0.0
+
+    def multiply(self, rows: Fp8Rows, way: Way) -> None:
+        assert rows.values.shape[1] == 32 and not (way.filled and len(rows) % TILE == 0)
+        if (cost := self._cost(len(rows), way)) < 0:
+            raise RuntimeError("no such kernel")
+        self.took = cost
+
+
+def test_each_step_has_its_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where tiles fit badly between 64 and 128 rows, and PyTorch's kernel wants more than 16."""
+
+    def cost(rows: int, way: Way) -> float:
+        if way.kernel != FIRST.kernel:
+            return -1.0 if rows < 16 else 3.5 + rows / 64
+        return 5.0 if way.filled else 2.0 if rows < 64 or rows > 200 else 350.0
+
+    def microseconds(weights: Sequence[Weight], run: Callable[[Weight], object]) -> float:
+        assert len({weight.values.shape for weight in weights}) == 1
+        for weight in weights:
+            run(weight)
+        return weights[0].took
+
+    monkeypatch.setattr(fp8_times, "microseconds", microseconds)
+    alike, other = [Weight(64, cost) for _ in range(3)], Weight(48, lambda *_: 1.0)
+    find_ways([*alike, other], torch.bfloat16)
+    ways = alike[0].ways
+    assert all(weight.ways == ways for weight in alike) and list(ways) == [
+        *range(STEP, MOST_ROWS + 1, STEP)
+    ]
+    assert ways[step_of(5)] == ways[step_of(60)] == ways[step_of(250)] == FIRST
+    assert ways[step_of(84)] == Way("PyTorch", False) and ways[step_of(112)] == FILLED
+    assert set(other.ways.values()) == {FIRST}
+
+
+def test_nothing_is_looked_for_without_a_gpu() -> None:
+    weight = Fp8Weight(torch.randn(32, 16))
+    weight.values = weight.values.cpu()
+    find_ways([weight], torch.float32)
+    assert weight.ways == {}
+
+
+def test_filled_up() -> None:
+    rows = quantize_rows(torch.randn(TILE + 3, 16))
+    given = Operands(rows.values, rows.scales, rows.values[:4], rows.scales[:4])
+    made = filled_up(given)
+    assert len(made.rows) == len(made.row_scales) == 2 * TILE
+    assert torch.equal(made.rows[: TILE + 3].float(), rows.values.float())
+    assert torch.equal(made.row_scales[: TILE + 3], rows.scales) and made.weight is given.weight
+
+
+@needs_gpu
+@pytest.mark.parametrize("count", [1, 15, 84, 112, 128, 180])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_are_the_same_product(way: Way, count: int) -> None:
+    x = torch.randn(count, 256, dtype=torch.bfloat16, device="cuda")
+    weight = Fp8Weight(torch.randn(512, 256, dtype=torch.bfloat16, device="cuda"))
+    rows = quantize_rows(x)
+    expected = rows.values.float() * rows.scales @ (weight.values.float() * weight.scales).t()
+    made = weight.multiply(rows, way)
+    torch.testing.assert_close(made.float(), expected, atol=0.5, rtol=2**-7)
