@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from sglang_dflash.gpu.pass_sizes import NARROW, dear_sizes
@@ -68,15 +69,15 @@ class SharingTimes:
         return replace(costs, sharing=sharing, behind_contexts=behind)
 
     def _behind_contexts(self, kinds: Sequence[Kind], near: Sequence[float]) -> Curve:
-        """What contexts add to such rounds and not to those that verify all rows, whose attention is read off less."""
+        """What contexts add to such rounds beyond what they add to those of all rows.
+
+        Args:
+            near: milliseconds without contexts.
+        """
         whole = [kind._replace(total=None) for kind in kinds]
-        far = self._milliseconds(kinds, FAR)
-        usual = zip(self._milliseconds(whole, FAR), self._milliseconds(whole, 0), strict=True)
-        added = [
-            behind - before - (whole_behind - whole_before)
-            for behind, before, (whole_behind, whole_before) in zip(far, near, usual, strict=True)
-        ]
-        return Curve([kind.requests for kind in kinds], added)
+        added = np.subtract(self._milliseconds(kinds, FAR), near)
+        usual = np.subtract(self._milliseconds(whole, FAR), self._milliseconds(whole, 0))
+        return Curve([kind.requests for kind in kinds], (added - usual).tolist())
 
     def _milliseconds(self, kinds: Sequence[Kind], keys: int) -> list[float]:
         """Of rounds whose requests have contexts of so many keys, all in the slot of padding."""
