@@ -66,7 +66,8 @@ def _times(weights: Sequence[Fp8Weight], rows: Fp8Rows) -> dict[Way, float]:
                 weights,
                 lambda weight: weight.multiply(rows, way),  # noqa: B023
             )
-        except RuntimeError as reason:
+        # PyTorch has both for what a kernel does not take.
+        except (RuntimeError, ValueError) as reason:
             logger.debug("FP8 products of %d rows leave out %s: %s", len(rows), way, reason)
     return times
 
