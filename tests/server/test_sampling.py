@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 from scipy.stats import binomtest
@@ -13,7 +14,7 @@ from tests.server.harness import Server, generate_body, mostly_on
 
 HOT = {"temperature": 3.0}
 DRAWS = 256
-ALARM = 1e-4  # chance of a false alarm of one binomial test
+UNLIKELY = 1e-3  # fresh draws are looked at before it is called a fault: a false alarm in a million
 
 
 def test_mixed_batch(dflash: Server, plain: Server, prompts: list[str]) -> None:
@@ -49,25 +50,43 @@ def test_acceptance_is_the_target_probability(
     tested = 0
     for prompt in prompts[100 : 100 + asked]:
         ids = tokenizer.encode(prompt)
-        runs = dflash.post(
-            "/generate",
-            generate_body(ids, **HOT, max_new_tokens=3, n=DRAWS, ignore_eos=True),
-        ).json()
-        first = Counter(run["output_ids"][0] for run in runs).most_common(1)[0][0]
-        runs = [run for run in runs if run["output_ids"][0] == first]
-        # Three tokens: the prefill's, and either a round of two or two rounds of one.
-        accepted = [run for run in runs if run["meta_info"]["spec_verify_ct"] == 1]
-        drafted = {run["output_ids"][1] for run in accepted}
-        assert len(drafted) <= 1, "the same context gave different drafts"
-        if not drafted or len(runs) < 60:
+        seen = _acceptance(dflash, plain, ids)
+        if seen is None:
             continue
-        (draft,) = drafted
-        assert sum(run["output_ids"][1] == draft for run in runs) == len(accepted)
-        probability = _probability(plain, [*ids, first], draft)
-        result = binomtest(len(accepted), len(runs), probability)
-        assert result.pvalue > ALARM, (len(accepted), len(runs), probability)
-        tested += 0.02 < probability < 0.98
+        if _p_value(seen) < UNLIKELY:  # chance does not come twice, a fault does
+            again = _acceptance(dflash, plain, ids)
+            assert again and _p_value(again) > UNLIKELY, (seen, again)
+        tested += 0.02 < seen.probability < 0.98
     assert tested > 0, "no prompt left anything to chance"
+
+
+class _Acceptance(NamedTuple):
+    """How often a draft was accepted, and how likely plain decoding draws it."""
+
+    accepted: int
+    runs: int
+    probability: float
+
+
+def _acceptance(dflash: Server, plain: Server, ids: list[int]) -> _Acceptance | None:
+    """Of the first draft after a prompt and its likeliest first token; None where too few runs tell."""
+    body = generate_body(ids, **HOT, max_new_tokens=3, n=DRAWS, ignore_eos=True)
+    runs = dflash.post("/generate", body).json()
+    first = Counter(run["output_ids"][0] for run in runs).most_common(1)[0][0]
+    runs = [run for run in runs if run["output_ids"][0] == first]
+    # Three tokens: the prefill's, and either a round of two or two rounds of one.
+    accepted = [run for run in runs if run["meta_info"]["spec_verify_ct"] == 1]
+    drafted = {run["output_ids"][1] for run in accepted}
+    assert len(drafted) <= 1, "the same context gave different drafts"
+    if not drafted or len(runs) < 60:
+        return None
+    (draft,) = drafted
+    assert sum(run["output_ids"][1] == draft for run in runs) == len(accepted)
+    return _Acceptance(len(accepted), len(runs), _probability(plain, [*ids, first], draft))
+
+
+def _p_value(seen: _Acceptance) -> float:
+    return binomtest(*seen).pvalue
 
 
 def _probability(plain: Server, ids: list[int], token: int) -> float:
