@@ -27,7 +27,7 @@ from benchmark.gsm8k import (
 )
 from benchmark.gsm8k import server as gsm8k_server
 from benchmark.gsm8k.cells import Cell
-from benchmark.machine import Machine, label, revision
+from benchmark.machine import Machine
 from benchmark.shapes import ROOT
 from tests.unit.test_gsm8k_questions import PROBLEM, write
 
@@ -378,25 +378,3 @@ def test_dry_run(
     assert "--speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16" in worker
     assert worker.endswith("4 cells, 1 measurements each\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_models_are_named_without_folders_of_the_machine(tmp_path: Path) -> None:
-    assert label(str(ROOT / "checkpoints/tiny/target")) == "checkpoints/tiny/target"
-    assert label(str(tmp_path)) == tmp_path.name
-    assert label("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
-    (tmp_path / "config.json").write_text("{}")
-    before = revision(str(tmp_path))
-    (tmp_path / "config.json").write_text("{ }")
-    assert before.startswith("sha256:") and revision(str(tmp_path)) != before
-
-
-def test_drafters_of_one_shape_have_revisions_of_their_own(tmp_path: Path) -> None:
-    """Whose weights differ by a byte, as those of two trainings do."""
-    weights = tmp_path / "model.safetensors"
-    with weights.open("wb") as file:
-        file.truncate(100 << 20)
-    before = revision(str(tmp_path))
-    with weights.open("r+b") as file:
-        file.seek(70 << 20)
-        file.write(b"1")
-    assert revision(str(tmp_path)) != before
