@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from sglang_dflash.gpu.fp8 import Fp8Rows, Fp8Weight, quantize_rows
-from sglang_dflash.gpu.fp8_ways import FIRST, STEP, TILE, WAYS, Way
+from sglang_dflash.gpu.fp8_ways import FIRST, STEPS, TILE, WAYS, Way
 from sglang_dflash.gpu.tiling_times import microseconds
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256  # that have a way of their own
 _GAIN = 0.97  # of the first way's time, which another must stay below: less is noise
 
 
@@ -29,18 +28,19 @@ def find_ways(weights: Iterable[Fp8Weight], dtype: torch.dtype) -> None:
     begin, alike = time.monotonic(), _alike(weights)
     for some in alike:
         ways: dict[int, Way] = {}
-        for most in range(STEP, MOST_ROWS + 1, STEP):
+        for most in STEPS:
             # Blocks without their bonus tokens have no round number of rows.
             shape = most - 1, some[0].values.shape[1]
             x = torch.ones(shape, dtype=dtype, device=some[0].values.device)
             ways[most] = fastest(_times(some, quantize_rows(x)))
+            torch.cuda.empty_cache()  # what graphs held, which together is gigabytes
         for weight in some:
             weight.ways = ways
         logger.debug("FP8 products of %s: %s", tuple(some[0].values.shape), ways)
     if alike:
         logger.info(
             "DFLASH found how to run %d products in FP8 in %.1f s, %d otherwise than by CUTLASS's kernels as they are",
-            len(alike) * (MOST_ROWS // STEP),
+            len(alike) * len(STEPS),
             time.monotonic() - begin,
             sum(way != FIRST for some in alike for way in some[0].ways.values()),
         )

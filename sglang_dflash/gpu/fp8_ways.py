@@ -1,18 +1,20 @@
 """How rows in FP8 are multiplied: by the release's CUTLASS kernels or by PyTorch, as they are or filled up to a tile.
 
-None is the fastest everywhere. On an H200 CUTLASS takes 350 µs for 84 rows and Qwen3-8B's LM head, whose weights are
-read in 150, and less for more rows. So each is timed (`gpu/fp8_times.py`).
+None is the fastest everywhere. On an H200 CUTLASS takes 366 µs for 84 rows and Qwen3-8B's LM head, whose weights are
+read in 150, and 195 for 128; 575 for 270 rows, and 340 if they are filled up. So each is timed (`gpu/fp8_times.py`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import product
 from typing import NamedTuple
 
 import torch
 
 TILE = 128  # rows
-STEP = 8  # rows, within which one way is taken
+# Rows up to which one way is taken, from the step before on: the more there are, the less some of them change.
+STEPS = (*range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32))
 
 
 class Way(NamedTuple):
@@ -77,6 +79,7 @@ def filled_up(given: Operands) -> Operands:
     return given._replace(rows=rows, row_scales=scales)
 
 
-def step_of(rows: int) -> int:
-    """The step that so many rows belong to: the next multiple."""
-    return -(-rows // STEP) * STEP
+def step_of(rows: int) -> int | None:
+    """The step that so many rows belong to; None for more than any has."""
+    place = bisect_left(STEPS, rows)
+    return STEPS[place] if place < len(STEPS) else None

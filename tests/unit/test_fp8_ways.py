@@ -10,8 +10,8 @@ import torch
 
 from sglang_dflash.gpu import fp8_times
 from sglang_dflash.gpu.fp8 import Fp8Rows, Fp8Weight, quantize_rows
-from sglang_dflash.gpu.fp8_times import MOST_ROWS, fastest, find_ways
-from sglang_dflash.gpu.fp8_ways import FIRST, STEP, TILE, WAYS, Operands, Way, filled_up, step_of
+from sglang_dflash.gpu.fp8_times import fastest, find_ways
+from sglang_dflash.gpu.fp8_ways import FIRST, STEPS, TILE, WAYS, Operands, Way, filled_up, step_of
 
 # What is compared are kernels of a GPU; without one, products are sums in float32, which `test_fp8.py` looks at.
 needs_fp8 = pytest.mark.skipif(
@@ -45,12 +45,13 @@ class Weight:
 
 
 def test_each_step_has_its_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where tiles fit badly between 64 and 128 rows, and PyTorch's kernel wants more than 16."""
+    """As where few rows beyond whole tiles fit badly, and PyTorch's kernel, best for one tile, wants more than 16."""
 
     def cost(rows: int, way: Way) -> float:
         if way.kernel != FIRST.kernel:
-            return -1.0 if rows < 16 else 3.5 + rows / 64
-        return 5.0 if way.filled else 2.0 if rows < 64 or rows > 200 else 350.0
+            return -1.0 if rows < 16 else 250.0 + 10 * (rows > TILE)
+        badly = rows > 64 and rows % TILE < 90
+        return 255.0 if way.filled else 350.0 if badly else 200.0
 
     def microseconds(weights: Sequence[Weight], run: Callable[[Weight], object]) -> float:
         assert len({weight.values.shape for weight in weights}) == 1
@@ -62,12 +63,22 @@ def test_each_step_has_its_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     alike, other = [Weight(64, cost) for _ in range(3)], Weight(48, lambda *_: 1.0)
     find_ways([*alike, other], torch.bfloat16)
     ways = alike[0].ways
-    assert all(weight.ways == ways for weight in alike) and list(ways) == [
-        *range(STEP, MOST_ROWS + 1, STEP)
-    ]
-    assert ways[step_of(5)] == ways[step_of(60)] == ways[step_of(250)] == FIRST
-    assert ways[step_of(84)] == Way("PyTorch", False) and ways[step_of(112)] == FILLED
+    assert all(weight.ways == ways for weight in alike) and tuple(ways) == STEPS
+    for rows in (5, 60, 112, 250, 370, 500, 1020):
+        assert ways[step_of(rows)] == FIRST
+    assert ways[step_of(84)] == Way("PyTorch", False)
+    for rows in (150, 270, 390, 560, 700, 960):  # of them 270 and more once ran as they are
+        assert ways[step_of(rows)] == FILLED
     assert set(other.ways.values()) == {FIRST}
+
+
+def test_steps() -> None:
+    """Each number of rows belongs to the least step that holds it; more than any has have no way of their own."""
+    for rows in (1, 8, 9, 256, 257, 272, 500, 530, 1024):
+        step = step_of(rows)
+        assert step == min(each for each in STEPS if each >= rows)
+    assert step_of(1025) is None and list(STEPS) == sorted(set(STEPS))
+    assert {TILE, 2 * TILE, 4 * TILE, 8 * TILE} <= set(STEPS)
 
 
 def test_nothing_is_looked_for_without_a_gpu() -> None:
