@@ -28,8 +28,6 @@ Told = dict[str, float | dict[int, float] | dict[int, dict[int, float]]]
 _TIMES = 3  # of which the shortest counts
 _QUIET = 1.25  # times of one thing, the longest over the shortest, where nobody else uses the GPU
 _NOISE = 0.1  # milliseconds by which times of next to nothing differ
-# Keys of each request from which on `Costs.behind_contexts` is all there.
-FAR = 512
 
 
 @dataclass(frozen=True)
@@ -159,8 +157,6 @@ class Costs:
         sharing: what a round adds to both because requests have different numbers of rows, by them, and by the width
             of their blocks at most; less than nothing where attention of narrow blocks is faster than that of passes.
             Empty where it is not known.
-        behind_contexts: what contexts of `FAR` keys and more of each request add to that, by the same; less than
-            nothing where a pass has what it takes more only while there is little to read.
         context: by keys of all requests together.
         by_requests: `ragged` of few requests, prompts beside blocks included, by the most that they are, the fewest
             first; of some sizes, the smallest.
@@ -179,7 +175,6 @@ class Costs:
     narrow: Mapping[int, Staircase] = field(default_factory=dict)
     uniform: Mapping[int, Staircase] = field(default_factory=dict)
     sharing: Mapping[int, Curve] = field(default_factory=dict)
-    behind_contexts: Mapping[int, Curve] = field(default_factory=dict)
     adapters: float = 0.0
 
     def passes(self, requests: int) -> Staircase:
@@ -194,10 +189,10 @@ class Costs:
             for room, few in self.by_requests.items()
         ]
 
-    def shared(self, width: int, requests: int, keys: int = 0) -> float:
-        """`sharing` of so many requests with blocks of a width and so many keys in all."""
-        far = _of_width(self.behind_contexts, width, requests) * far_share(requests, keys)
-        return _of_width(self.sharing, width, requests) + far
+    def shared(self, width: int, requests: int) -> float:
+        """`sharing` of so many requests with blocks of a width."""
+        of_width = min((w for w in self.sharing if w >= width), default=None)
+        return 0.0 if of_width is None else self.sharing[of_width].at(requests)
 
     def as_dict(self) -> Told:
         """For `/server_info` and the file, to a microsecond."""
@@ -219,20 +214,8 @@ class Costs:
         return cls(**tables, **by_number, **numbers)
 
 
-def far_share(requests: int, keys: int) -> float:
-    """How much of `Costs.behind_contexts` there is with so many keys in all, as a part of it."""
-    return min(keys / (FAR * requests), 1.0)
-
-
-def _of_width(curves: Mapping[int, Curve], width: int, requests: int) -> float:
-    """Of the narrowest blocks that are measured and no narrower; 0 of none."""
-    found = min((w for w in curves if w >= width), default=None)
-    return 0.0 if found is None else curves[found].at(requests)
-
-
 _TABLES = ("draft", "whole", "plain", "ragged", "head")
-_STAIRCASES, _CURVES = ("by_requests", "narrow", "uniform"), ("sharing", "behind_contexts")
-_BY_NUMBER = dict.fromkeys(_STAIRCASES, Staircase) | dict.fromkeys(_CURVES, Curve)
+_BY_NUMBER = {"by_requests": Staircase, "narrow": Staircase, "uniform": Staircase, "sharing": Curve}
 _NUMBERS = ("context", "adapters")
 _FILE = TypeAdapter(dict[str, Told])
 

@@ -24,7 +24,7 @@ from sglang_dflash.round.costs import Costs, remembered
 from sglang_dflash.round.opened import Round
 from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.ragged import Ragged
-from sglang_dflash.round.sharing_costs import SharingTimes
+from sglang_dflash.round.sharing_costs import costs_of_sharing
 from sglang_dflash.round.side_by_side import Drafted
 from sglang_dflash.round.stages import Blocks, accept_blocks, run_models
 from sglang_dflash.round.survival import Survival
@@ -113,9 +113,10 @@ class RoundRunner:
         costs, quiet = self.prompt_graphs.costs(self.graphs)
         if self.parts.linear_states is not None:
             return costs, quiet
-        times = SharingTimes(self.graphs, self.prompt_graphs, self.launch)
-        costs = times.added_to(costs)
-        return costs, quiet and times.quiet
+        sharing, quiet_rounds = costs_of_sharing(
+            self.graphs, self.prompt_graphs, self.launch, costs
+        )
+        return replace(costs, sharing=sharing), quiet and quiet_rounds
 
     def _name(self) -> str:
         """Of all that decides what rounds take."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_dflash.round.costs import FAR, far_share
-
 if TYPE_CHECKING:
     from sglang_dflash.round.costs import Costs
 
@@ -82,7 +80,6 @@ class Choices:
         totals: rows that are verified, 0 for all, likewise.
         rows: the same, counted.
         times: milliseconds, contexts aside, [choices] float64.
-        far: what contexts of `FAR` keys and more of each request add to these, beside what they add to all, likewise.
     """
 
     block: int
@@ -90,11 +87,6 @@ class Choices:
     totals: np.ndarray
     rows: np.ndarray
     times: np.ndarray
-    far: np.ndarray
-
-    def milliseconds(self, load: Load) -> np.ndarray:
-        """`times` behind a load's contexts, without what these add to all alike: [choices] float64."""
-        return self.times + self.far * far_share(load.requests, load.keys)
 
     def plan(self, index: int) -> Plan:
         width, total = int(self.widths[index]), int(self.totals[index])
@@ -156,19 +148,18 @@ def _made(
     widths = np.repeat(np.array([width for width, _ in kinds]), lengths)
     totals = np.concatenate([totals for _, totals in kinds])
     rows = np.where(totals == _ALL, requests * widths, totals)
-    near = [costs.shared(width, requests) for width, _ in kinds]
-    behind = [costs.shared(width, requests, FAR * requests) for width, _ in kinds]
-    drafts = [draft_time(costs, width, requests) for width, _ in kinds]
-    times = np.repeat(np.add(drafts, near), lengths)
-    far = np.repeat(np.subtract(behind, near), lengths)
+    of_width = [
+        draft_time(costs, width, requests) + costs.shared(width, requests) for width, _ in kinds
+    ]
+    times = np.repeat(np.array(of_width), lengths)
     if costs.ragged.sizes:
         passes = costs.passes(requests + (prompt_rows > 0))
         times += passes.of(rows + prompt_rows) + costs.head.of(rows)
     for index in np.flatnonzero(totals == _ALL).tolist():
         width = int(widths[index])
         if (time := time_of_all(costs, width, requests, prompt_rows)) is not None:
-            times[index], far[index] = time, 0.0
-    return Choices(block, widths, totals, rows, times, far)
+            times[index] = time
+    return Choices(block, widths, totals, rows, times)
 
 
 def time_of_all(costs: Costs, width: int, requests: int, prompt_rows: int) -> float | None:

@@ -124,7 +124,7 @@ class BestRows(WholeBlocks):
         choices = self._choices_of(load)
         tokens, times = self._promised(choices, load)
         best = int((tokens / times).argmax())
-        device = choices.milliseconds(load)[best] + self._of_requests(load)
+        device = choices.times[best] + self._of_requests(load)
         return Promise(tokens[best] / load.requests, device, times[best])
 
     def milliseconds(self, plan: Plan, load: Load) -> float | None:
@@ -146,7 +146,7 @@ class BestRows(WholeBlocks):
 
     def _promised(self, choices: Choices, load: Load) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and milliseconds of each choice; no step takes less than the host does for it."""
-        requests, times = load.requests, choices.milliseconds(load) + self._of_requests(load)
+        requests, times = load.requests, choices.times + self._of_requests(load)
         if (tokens := self._tokens.get(id(choices))) is None:
             scale = requests / self._requests
             drafts = (choices.rows - requests) / scale
@@ -217,16 +217,16 @@ class BestRows(WholeBlocks):
                 return time
         passes = self._costs.passes(load.requests + (load.prompt_rows > 0))
         rows = plan.rows(load.requests) + load.prompt_rows
-        return passes.at(rows) + self._beside_pass(plan, load)
+        return passes.at(rows) + self._beside_pass(plan, load.requests)
 
     def besides(self, plan: Plan, load: Load) -> float:
         """Of one that is a pass over rows."""
-        return self._beside_pass(plan, load) + self._costs.adapters * load.adapted
+        return self._beside_pass(plan, load.requests) + self._costs.adapters * load.adapted
 
-    def _beside_pass(self, plan: Plan, load: Load) -> float:
-        alone = draft_time(self._costs, plan.width, load.requests)
-        alone += self._costs.head.at(plan.rows(load.requests))
-        return alone + self._costs.shared(plan.width, load.requests, load.keys)
+    def _beside_pass(self, plan: Plan, requests: int) -> float:
+        alone = draft_time(self._costs, plan.width, requests)
+        alone += self._costs.head.at(plan.rows(requests))
+        return alone + self._costs.shared(plan.width, requests)
 
 
 @dataclass(frozen=True)

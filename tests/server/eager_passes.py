@@ -40,7 +40,6 @@ from sglang_dflash.round.parts import Parts
 from sglang_dflash.round.prompt_graphs import Key, PromptGraphs
 from sglang_dflash.round.propose import propose
 from sglang_dflash.round.run import AUTO, RoundRunner
-from sglang_dflash.round.sharing_costs import Kind
 from sglang_dflash.round.stages import Blocks, accept_blocks, verify_blocks
 from sglang_dflash.round.survival import Kinds, Survival
 from sglang_dflash.round.target import TargetRows
@@ -229,9 +228,7 @@ class EagerPasses(PromptGraphs):
 
 def as_their_parts(runs: Sequence[partial]) -> Times:
     """Rounds whose requests have different numbers of rows take what their parts do; none is run."""
-    kinds = [Kind(*run.args[1:]) for run in runs]
-    rows = [each.requests * each.width if each.total is None else each.total for each in kinds]
-    return Times([0.1 + 2.0 * n for n in rows], True)
+    return Times([0.1 + 2.0 * total for *_, total in (run.args for run in runs)], True)
 
 
 def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRunner:

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_dflash.round.costs import FAR, Curve, Staircase
+from sglang_dflash.round.costs import Curve, Staircase
 from sglang_dflash.scheduler.choices import (
     NARROW,
     PLAIN,
     RAGGED,
-    Load,
     Plan,
     choices_of,
     time_of_all,
@@ -86,18 +85,6 @@ def test_what_sharing_adds() -> None:
         in_pass = (more.totals > 0) | (prompt_rows > 0)
         assert in_pass.any() and (prompt_rows or not in_pass.all())
         assert more.times - less.times == pytest.approx(np.where(in_pass, added, 0.0))
-
-
-def test_what_sharing_takes_behind_contexts() -> None:
-    """In proportion to the keys of each request, up to where it is all there; of nothing else."""
-    curves = {WIDTH: Curve([40], [0.5])}
-    given = replace(costs(0.02), sharing=curves, behind_contexts={WIDTH: Curve([40], [-0.25])})
-    made = choices_of(given, WIDTH, 40, 0)
-    shared = made.totals > 0
-    assert shared.any() and not shared.all()
-    for keys, added in ((0, 0.0), (20 * FAR, -0.125), (40 * FAR, -0.25), (99 * FAR, -0.25)):
-        behind = made.milliseconds(Load(40, keys)) - made.times
-        assert behind == pytest.approx(np.where(shared, added, 0.0))
 
 
 def test_a_probe_tries_few_drafts() -> None:

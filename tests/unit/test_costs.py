@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_dflash.round.costs import FAR, Costs, Curve, Staircase, orderly, remembered
+from sglang_dflash.round.costs import Costs, Curve, Staircase, orderly, remembered
 from sglang_dflash.round.prompt_graphs import PromptGraphs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -29,7 +29,6 @@ def costs(base: float = 1.0) -> Costs:
         narrow={8: Staircase([16, 64], [base, base + 0.5]), 4: Staircase([64], [base])},
         uniform={8: Staircase([1, 8, 64], [base, base + 1, base + 2])},
         sharing={4: Curve([16], [-base]), 16: Curve([16, 24], [base, base + 1])},
-        behind_contexts={16: Curve([16, 24], [-base, -base - 0.5])},
         adapters=0.125,
     )
 
@@ -60,10 +59,6 @@ def test_sharing_by_width() -> None:
     found = costs()
     assert [found.shared(width, 20) for width in (2, 4, 5, 16)] == [-1.0, -1.0, 1.5, 1.5]
     assert found.shared(17, 20) == 0.0 and replace(found, sharing={}).shared(4, 20) == 0.0
-    assert [found.shared(16, 16, keys) for keys in (0, 8 * FAR, 16 * FAR, 99 * FAR)] == [
-        *(1.0, 0.5, 0.0, 0.0)
-    ]
-    assert found.shared(16, 20, 20 * FAR) == 1.5 - 1.25
 
 
 def test_orderly() -> None:
