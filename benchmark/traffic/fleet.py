@@ -103,11 +103,21 @@ class Served:
 
     def kv_tokens(self) -> int | None:
         """Slots of its KV pool, if it tells."""
+        return counters.kv_tokens(*self._told())
+
+    def source(self) -> str | None:
+        """Digest of the files of this project that it runs; None of another server."""
+        info, _ = self._told()
+        states = info.get("internal_states") or [{}]
+        return states[0].get("dflash_source")
+
+    def _told(self) -> tuple[dict, str]:
+        """Its `/server_info`, of others than vLLM, and its `/metrics`."""
         page = requests.get(f"{self.url}/metrics", timeout=60).text
         if "vllm:" in page:  # whose /server_info takes seconds
-            return counters.kv_tokens({}, page)
+            return {}, page
         info = requests.get(f"{self.url}/server_info", timeout=60)
-        return counters.kv_tokens(info.json() if info.status_code == 200 else {}, page)
+        return info.json() if info.status_code == 200 else {}, page
 
     def check(self) -> None:
         """After a cell that failed: a server that serves no more is `dead`."""

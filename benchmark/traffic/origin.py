@@ -63,6 +63,7 @@ def of(run: Run, served: Served) -> dict[str, Any]:
         "server_arguments": arguments,
         "environment": environment,
         "kv_tokens": {"wanted": run.needs().kv_tokens, "has": served.kv_tokens()},
+        "source": served.source(),
         "start_s": served.server and round(served.server.start_seconds, 1),
         "command": provenance.command_line(),
     }

@@ -19,6 +19,7 @@ from sglang_dflash.cpu.eager import compile_only_when_asked
 from sglang_dflash.drafter.set_aside import SetAside, clean_pools
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.process.garbage import exempt_start_up, give_memory_back
+from sglang_dflash.process.source import source_digest
 from sglang_dflash.round.adapter_buffers import has_adapters
 from sglang_dflash.round.linear_states import RoundStates
 from sglang_dflash.round.parts import load_parts
@@ -106,6 +107,7 @@ class DFlashWorkerBase:
         )
         # What the scheduler's arguments hold, /server_info tells.
         server_args.dflash_attention = self.rounds.attention
+        server_args.dflash_source = source_digest()
         bound_requests(target_worker)
         self.behind_windows = BehindWindows(target_worker.model_runner)
         slots = self.model_runner.token_to_kv_pool.size + self.model_runner.page_size

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dflash.process.source import source_digest
 from tests.server import harness
 from tests.server.checks import accept_length, assert_same, check, counted
 from tests.server.conftest import COMMON, VARIANTS
@@ -100,7 +101,9 @@ def test_what_pays(worker: str, logs: Path, plain: Server, prompts: list[str]) -
         moved = counted(server) - before
         for answer, expected, prompt in zip(answered, plain.references(asked), asked, strict=True):
             assert_same(answer, expected, plain, prompt)
-        costs = server.info()["dflash_costs"]
+        info = server.info()
+        costs = info["dflash_costs"]
+        assert info["dflash_source"] == source_digest()
         assert costs["ragged"]["64"] > 0 and costs["plain"].keys() == costs["whole"].keys()
         if DEVICE == "cpu":  # whose rows cost as if they were many
             assert of(moved, "planned_rounds_total")["ragged"] > 10

@@ -1,0 +1,66 @@
+"""Which state of the package runs: servers say it, and results of the serving benchmark have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from benchmark.traffic.fleet import Served
+from benchmark.traffic.systems import Choice
+from sglang_dflash.process.source import digest_of, source_digest
+
+
+def test_digest(tmp_path: Path) -> None:
+    """Of content and names of Python files, and of nothing else."""
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "a.py").write_text("1\n")
+    first = digest_of(tmp_path)
+    (tmp_path / "room" / "a.pyc").write_text("1\n")
+    assert digest_of(tmp_path) == first and len(first) == 16
+    (tmp_path / "room" / "a.py").write_text("2\n")
+    second = digest_of(tmp_path)
+    (tmp_path / "room" / "a.py").rename(tmp_path / "b.py")
+    assert len({first, second, digest_of(tmp_path)}) == 3
+    assert source_digest() == source_digest() != first
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[dict[str, str]], Served]]:
+    """A server that has some pages."""
+    found: dict[str, str] = {}
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in found else 404)
+            self.end_headers()
+            self.wfile.write(found.get(self.path, "").encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Pages)
+    Thread(target=server.serve_forever, daemon=True).start()
+
+    def with_pages(pages: dict[str, str]) -> Served:
+        found.update(pages)
+        return Served(Choice("a", "url"), f"http://127.0.0.1:{server.server_port}")
+
+    yield with_pages
+    server.shutdown()
+    server.server_close()
+
+
+def test_source_of_a_server(served: Callable[[dict[str, str]], Served]) -> None:
+    """Of one of this project; of one of SGLang without it there is none, and vLLM's page is not asked for."""
+    info = {"max_total_num_tokens": 5, "internal_states": [{"dflash_source": "0123"}]}
+    ours = served({"/server_info": json.dumps(info), "/metrics": "sglang:gen_throughput 1.0\n"})
+    assert ours.source() == "0123" and ours.kv_tokens() == 5
+    plain = served({"/server_info": json.dumps(info | {"internal_states": [{}]})})
+    assert plain.source() is None and plain.kv_tokens() == 5
+    other = served({"/server_info": "not asked for", "/metrics": "vllm:num_requests_running 0.0\n"})
+    assert other.source() is None and other.kv_tokens() is None
