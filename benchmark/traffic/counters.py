@@ -61,8 +61,12 @@ def mean_accept_length(url: str) -> float | None:
     answer = requests.get(f"{url}/server_info", timeout=60)
     if answer.status_code != 200:
         return None
-    states = answer.json().get("internal_states") or [{}]
-    return states[0].get("avg_spec_accept_length")
+    return internal_state(answer.json()).get("avg_spec_accept_length")
+
+
+def internal_state(info: dict) -> dict:
+    """Of a server's first scheduler; empty where its `/server_info` has none."""
+    return (info.get("internal_states") or [{}])[0]
 
 
 _VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)

@@ -101,18 +101,8 @@ class Served:
     def counters(self) -> counters.Counters:
         return counters.read(self.url)
 
-    def kv_tokens(self) -> int | None:
-        """Slots of its KV pool, if it tells."""
-        return counters.kv_tokens(*self._told())
-
-    def source(self) -> str | None:
-        """Digest of the files of this project that it runs; None of another server."""
-        info, _ = self._told()
-        states = info.get("internal_states") or [{}]
-        return states[0].get("dflash_source")
-
-    def _told(self) -> tuple[dict, str]:
-        """Its `/server_info`, of others than vLLM, and its `/metrics`."""
+    def tells(self) -> tuple[dict, str]:
+        """Its `/server_info`, empty of vLLM, and its `/metrics`."""
         page = requests.get(f"{self.url}/metrics", timeout=60).text
         if "vllm:" in page:  # whose /server_info takes seconds
             return {}, page

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmark import provenance, servers
 from benchmark.machine import Machine, label, location, revision
+from benchmark.traffic.counters import internal_state, kv_tokens
 from benchmark.traffic.fleet import Served
 from benchmark.traffic.systems import Choice, Pair
 from benchmark.traffic.workloads import Workload
@@ -56,14 +57,15 @@ def of(run: Run, served: Served) -> dict[str, Any]:
         versions = provenance.versions(choice.system, device) | versions
         environment = provenance.environment(choice.system, device)
         arguments = _public(served.server.arguments, pair)
+    info, page = served.tells()
     return commit | {
         "versions": versions,
         "models": {n: {"name": label(m), "revision": _revision(m)} for n, m in models.items()},
         "machine": provenance.machine(options.tp_size if run.machine.gpus else 0),
         "server_arguments": arguments,
         "environment": environment,
-        "kv_tokens": {"wanted": run.needs().kv_tokens, "has": served.kv_tokens()},
-        "source": served.source(),
+        "kv_tokens": {"wanted": run.needs().kv_tokens, "has": kv_tokens(info, page)},
+        "source": internal_state(info).get("dflash_source"),
         "start_s": served.server and round(served.server.start_seconds, 1),
         "command": provenance.command_line(),
     }

@@ -10,6 +10,7 @@ from threading import Thread
 
 import pytest
 
+from benchmark.traffic.counters import internal_state, kv_tokens
 from benchmark.traffic.fleet import Served
 from benchmark.traffic.systems import Choice
 from sglang_dflash.process.source import digest_of, source_digest
@@ -57,10 +58,13 @@ def served() -> Iterator[Callable[[dict[str, str]], Served]]:
 
 def test_source_of_a_server(served: Callable[[dict[str, str]], Served]) -> None:
     """Of one of this project; of one of SGLang without it there is none, and vLLM's page is not asked for."""
-    info = {"max_total_num_tokens": 5, "internal_states": [{"dflash_source": "0123"}]}
-    ours = served({"/server_info": json.dumps(info), "/metrics": "sglang:gen_throughput 1.0\n"})
-    assert ours.source() == "0123" and ours.kv_tokens() == 5
-    plain = served({"/server_info": json.dumps(info | {"internal_states": [{}]})})
-    assert plain.source() is None and plain.kv_tokens() == 5
+    told = {"max_total_num_tokens": 5, "internal_states": [{"dflash_source": "0123"}]}
+    ours = served({"/server_info": json.dumps(told), "/metrics": "sglang:gen_throughput 1.0\n"})
+    info, page = ours.tells()
+    assert internal_state(info)["dflash_source"] == "0123" and kv_tokens(info, page) == 5
+    plain = served({"/server_info": json.dumps(told | {"internal_states": []})})
+    info, page = plain.tells()
+    assert internal_state(info) == {} and kv_tokens(info, page) == 5
     other = served({"/server_info": "not asked for", "/metrics": "vllm:num_requests_running 0.0\n"})
-    assert other.source() is None and other.kv_tokens() is None
+    info, page = other.tells()
+    assert internal_state(info) == {} and kv_tokens(info, page) is None
