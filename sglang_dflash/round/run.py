@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_dflash.drawing.sampling import Sampling
 from sglang_dflash.gpu.choose_attention import BACKEND, block_attention_of
 from sglang_dflash.gpu.pass_sizes import narrower, sizes_to_capture
+from sglang_dflash.process.source import source_digest
 from sglang_dflash.round.accept import Accepted
 from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 from sglang_dflash.round.block_costs import costs_of_blocks
@@ -133,7 +133,7 @@ class RoundRunner:
                 f"{weights[0]} and {weights[1]} bytes of weights, {target.dtype}, K/V {target.kv_cache_dtype}",
                 f"attention {', '.join((asked, *self.attention.values()))}, adapters of rank {lora or 0}",
                 f"whole blocks of {[*graphs.widths, *graphs.narrow]}, requests {graphs.sizes}, rows {passes}",
-                f"sglang-dflash {_version()}, torch {torch.__version__}",
+                f"sglang-dflash {source_digest()}, torch {torch.__version__}",
             )
         )
 
@@ -292,13 +292,6 @@ def _told(accepted: Accepted, expected: torch.Tensor | None) -> RoundResult:
 
 def _to_host(expected: torch.Tensor) -> torch.Tensor:
     return expected.to("cpu", non_blocking=True)
-
-
-def _version() -> str:
-    try:
-        return version("sglang-dflash")
-    except PackageNotFoundError:
-        return "from its sources"
 
 
 def _drafted(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ from benchmark.traffic.counters import internal_state, kv_tokens
 from benchmark.traffic.fleet import Served
 from benchmark.traffic.systems import Choice
 from sglang_dflash.process.source import digest_of, source_digest
+from sglang_dflash.round import run
+from sglang_dflash.round.run import RoundRunner
 
 
 def test_digest(tmp_path: Path) -> None:
@@ -68,3 +71,27 @@ def test_source_of_a_server(served: Callable[[dict[str, str]], Served]) -> None:
     other = served({"/server_info": "not asked for", "/metrics": "vllm:num_requests_running 0.0\n"})
     info, page = other.tells()
     assert internal_state(info) == {} and kv_tokens(info, page) is None
+
+
+def test_costs_of_another_state_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rounds may take another time: a version stands for many states."""
+    runner = object.__new__(RoundRunner)
+    monkeypatch.setattr(RoundRunner, "attention", {"target": "fa3"})
+    runner.prompt_graphs = None
+    runner.graphs = SimpleNamespace(widths=[1, 16], narrow=[], sizes=[1])
+    model = SimpleNamespace(parameters=lambda: [])
+    config, asked = (
+        SimpleNamespace(num_hidden_layers=2),
+        SimpleNamespace(speculative_dflash_attention="auto"),
+    )
+    shown = dict(tp_size=1, dtype="bf16", kv_cache_dtype="auto")
+    target = SimpleNamespace(model=model, model_config=config, server_args=asked, **shown)
+    draft = SimpleNamespace(runner=SimpleNamespace(model=model))
+    runner.parts = SimpleNamespace(
+        target=SimpleNamespace(runner=target), draft=draft, adapters=None
+    )
+    names = set()
+    for digest in ("0123", "4567"):
+        monkeypatch.setattr(run, "source_digest", lambda digest=digest: digest)
+        names |= {runner._name(), runner._name()}
+    assert len(names) == 2
