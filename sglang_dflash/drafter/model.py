@@ -244,11 +244,6 @@ class DFlashDraftModel(nn.Module):
             self.fp8 = products
             products.use(True)
 
-    @property
-    def in_fp8(self) -> bool:
-        """Whether products are in FP8."""
-        return self.fp8 is not None and self.fp8.in_use
-
     def take_head_again(self) -> None:
         """After new weights of the target, of whose head there may be a copy in FP8."""
         vocabulary = self.vocabulary

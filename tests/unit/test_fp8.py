@@ -100,7 +100,7 @@ def test_a_drafter(
     model.settle()
     weight = model.layers[0].mlp.gate_up_proj.weight
     assert (weight.dtype == torch.float8_e4m3fn) == near
-    assert (model.vocabulary.fp8_head is not None) == near == model.in_fp8
+    assert (model.vocabulary.fp8_head is not None) == near == model.fp8.in_use
     if near:
         assert model_bytes(model) < own
         assert {"head_values", "head_scales"} <= {name for name, _ in model.named_buffers()}
