@@ -216,7 +216,12 @@ class PromptGraphs:
         return found, all_quiet
 
     def prompt_rows(
-        self, block_rows: int, slowdown: float, backlog: int, besides: float = 0.0
+        self,
+        block_rows: int,
+        slowdown: float,
+        backlog: int,
+        besides: float = 0.0,
+        host: float = 0.0,
     ) -> int:
         """Rows of prompts that a round over so many rows takes along.
 
@@ -225,11 +230,12 @@ class PromptGraphs:
             backlog: rows of all prompts that wait; if there are many, they are through after `PATIENCE` rounds
                 all the same.
             besides: milliseconds of the round that the target's pass does not take.
+            host: milliseconds of a step that has prompts. Rows that the device runs meanwhile make it no longer.
         """
         if block_rows >= self.sizes[-1]:
             return 0
         alone = self.passes.at(block_rows)
-        longest = alone * (1 + slowdown) + besides * slowdown
+        longest = max(alone * (1 + slowdown) + besides * slowdown, host - besides)
         within = bisect.bisect_right(self.passes.times, longest)
         rows = max(self.sizes[within - 1] - block_rows, backlog // PATIENCE)
         return min(rows, self.sizes[-1] - block_rows)

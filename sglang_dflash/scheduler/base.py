@@ -102,9 +102,8 @@ class DFlashWorkerBase:
         self._server_args = server_args
         self.pace = Pace()
         self.planner = planner(self.width, widths(server_args), self._costs(), self.pace)
-        self.riding = Riding(
-            server_args.speculative_dflash_prompt_slowdown, self.rounds, self.planner
-        )
+        slowdown = server_args.speculative_dflash_prompt_slowdown
+        self.riding = Riding(slowdown, self.rounds, self.planner, self.pace)
         # What the scheduler's arguments hold, /server_info tells.
         server_args.dflash_attention = self.rounds.attention
         server_args.dflash_source = source_digest()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ModelWorkerBatch, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_dflash.scheduler.pace import Pace
+
 _LEAST_ROWS = 64  # of prompts, or a page, which a round takes along however short it is
 
 
@@ -37,8 +39,9 @@ class Riding:
         boards: whether slots are reserved at present for a round beside prompts.
     """
 
-    def __init__(self, slowdown: float, rounds: RoundRunner, planner: WholeBlocks):
+    def __init__(self, slowdown: float, rounds: RoundRunner, planner: WholeBlocks, pace: Pace):
         self.slowdown, self._rounds, self._planner = slowdown, rounds, planner
+        self._pace = pace
         self.boards = False
         self._prompts: ScheduleBatch | None = None
         self._done: GenerationBatchResult | None = None
@@ -88,7 +91,8 @@ class Riding:
         if not graphs.holds(blocks + least, len(reqs) + 1):
             return size
         besides = self._planner.besides(plan, load)
-        rows = graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler), besides)
+        host = self._pace.of(prompts=True)
+        rows = graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler), besides, host)
         return min(size, max(least, rows))
 
     def run(

@@ -17,10 +17,12 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from sglang_dflash.round.costs import Costs, Staircase, Told
+from sglang_dflash.round.prompt_graphs import PromptGraphs
 from sglang_dflash.scheduler.choices import NARROW, Load, Plan
 from sglang_dflash.scheduler.order import Order
 from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.plan import BestRows
+from sglang_dflash.scheduler.riding import Riding
 
 WIDTH = 16
 PROMPT, CONTEXT = 50, 120  # tokens: of a prompt, and of a request in the middle of its answer
@@ -29,6 +31,7 @@ _HTTP = (
 )
 _CHOSEN = 1.5  # before a step ends, the next one is chosen
 _DRAFTS = 1.2  # log-odds by which drafts of one text differ
+_SLOWDOWN = 0.5  # as `--speculative-dflash-prompt-slowdown` has it
 _STEPS = 32  # of which the planner knows the host's times, as in `Pace`
 
 
@@ -37,6 +40,14 @@ def h200() -> Costs:
     """Of Qwen3-8B's shape with a drafter of five layers in FP8, as `/server_info` of `9bbf683` tells them."""
     told = (Path(__file__).parent / "h200_costs.json").read_bytes()
     return Costs.from_dict(TypeAdapter(Told).validate_json(told))
+
+
+def _graphs() -> PromptGraphs:
+    """What prompts and blocks run in there, as far as it has to be known for how many rows of prompts there is time."""
+    graphs = object.__new__(PromptGraphs)
+    graphs.sizes, graphs.passes = h200().ragged.sizes, h200().ragged
+    graphs.inputs = SimpleNamespace(most=1 << 10)
+    return graphs
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Drafter:
 
 
 # By the tokens that a step accepts of whole blocks; of narrower ones they accept what was measured, too.
+BUNDLED = Drafter(3.1, 0.121, 0.617)
 DRAFTERS = {
     6.5: Drafter(2.655, 0.121, 0.617),
     4.0: Drafter(1.912, 0.322, 1.269),
@@ -104,10 +116,13 @@ class AllRows(BestRows):
         super().__init__(WIDTH, replace(costs, narrow={width: Staircase(draft.sizes, times)}))
         self._all = width
 
-    def next(self, load: Load) -> Plan:
+    def plan(self, load: Load) -> Plan:
         if self._all == WIDTH:
             return Plan(WIDTH)
         return Plan(self._all, load.requests * self._all, NARROW)
+
+    def next(self, load: Load) -> Plan:
+        return self.plan(load)
 
 
 @dataclass
@@ -118,6 +133,7 @@ class Served:
     milliseconds: float = 0.0
     steps: int = 0
     requests: int = 0  # in all steps together
+    queued: int = 0  # prompts that were left behind, likewise
     accepted: int = 0
     rounds: int = 0
     waited: list[float] = field(default_factory=list)  # for the first token
@@ -141,7 +157,8 @@ class Traffic:
         """
         self._random = np.random.default_rng(seed)
         self._drafter, self._answer, self._host = drafter, answer, host
-        self._asked = [0.0] * clients  # when those that wait have asked
+        # When those that wait have asked, and rows of their prompts that are left.
+        self._asked = [(0.0, PROMPT)] * clients
         self._left = np.zeros(0, dtype=np.int64)  # tokens of those that run
         self._now = 0.0
 
@@ -157,6 +174,8 @@ class Traffic:
         took: tuple[deque[float], deque[float]] = (deque(maxlen=_STEPS), deque(maxlen=_STEPS))
         plans, warm = planner(pace), steps // 5
         self._order = Order("cuda", pace) if several else None
+        runner = SimpleNamespace(prompt_graphs=_graphs())
+        self._riding = Riding(_SLOWDOWN, runner, plans, pace)
         self._step(plans, pace, took, Served())
         for _ in range(warm):
             self._step(plans, pace, took, Served())
@@ -169,21 +188,19 @@ class Traffic:
     def _step(
         self, plans: BestRows, pace: Pace, took: tuple[deque[float], ...], served: Served
     ) -> None:
-        chosen = self._now - _CHOSEN
-        new = [asked for asked in self._asked if asked <= max(chosen, 0.0)]
-        self._asked = [asked for asked in self._asked if asked > max(chosen, 0.0)]
-        requests, rows, device = len(self._left), PROMPT * len(new), 0.0
+        new, rows = self._board(max(self._now - _CHOSEN, 0.0), served)
+        requests, device = len(self._left), 0.0
         load, made = Load(requests, CONTEXT * requests, rows), []
         if requests:
-            if self._order is not None and not new:
+            if self._order is not None and not rows:
                 rounds = self._order.rounds(lambda n: plans.promise(load._replace(rounds=n)))
                 load = load._replace(rounds=rounds)
             made = load.rounds * [plans.next(load)]
             device = load.rounds * plans.milliseconds(made[0], load)
-        elif new:
+        elif rows:
             device = h200().passes(len(new)).at(rows)
         host = self._host.takes(self._random, requests, len(new))
-        took[bool(new)].append(host)
+        took[rows > 0].append(host)
         pace.alone, pace.with_prompts = np.array(took[0]), np.array(took[1])
         further = self._host.takes_further(requests)
         if load.rounds > 1:
@@ -197,6 +214,33 @@ class Traffic:
         self._left = np.concatenate([self._left, np.maximum(lengths, 8) - 1])
         served.tokens += len(new)
         served.waited += [self._now - asked for asked in new]
+
+    def _board(self, chosen: float, served: Served) -> tuple[list[float], int]:
+        """When those had asked whose prompts are through with this step, and rows of prompts that it has."""
+        here = sorted(each for each in self._asked if each[0] <= chosen)
+        come = [each for each in self._asked if each[0] > chosen]
+        running = SimpleNamespace(finished=lambda: False, lora_id=None)
+        scheduler = SimpleNamespace(
+            running_batch=SimpleNamespace(reqs=[running] * len(self._left)),
+            waiting_queue=[
+                SimpleNamespace(origin_input_ids=range(rows), output_ids=()) for _, rows in here
+            ],
+            chunked_req=None,
+            page_size=1,
+            truncation_align_size=None,
+        )
+        room = free = self._riding.chunk_size(scheduler, h200().ragged.sizes[-1])
+        new: list[float] = []
+        while here and here[0][1] <= free:
+            asked, rows = here.pop(0)
+            new.append(asked)
+            free -= rows
+        if here:
+            here[0] = (here[0][0], here[0][1] - free)
+            free = 0
+        self._asked = here + come
+        served.queued += len(here)
+        return new, room - free
 
     def _accept(self, plans: BestRows, plan: Plan, served: Served) -> None:
         """Of requests that have ended meanwhile a round is in vain."""
@@ -218,9 +262,11 @@ class Traffic:
 
     def _leave(self) -> None:
         """Those whose answers are whole, who ask again."""
-        ended = int((self._left <= 0).sum())
+        stays = self._left > 0
+        ended = int((~stays).sum())
         if self._order is not None:
             for _ in range(ended):
                 self._order.ended(1, self._answer)
-        self._asked += [self._now + _HTTP + wait for wait in self._random.exponential(1.0, ended)]
-        self._left = self._left[self._left > 0]
+        waits = self._random.exponential(1.0, ended)
+        self._asked += [(self._now + _HTTP + wait, PROMPT) for wait in waits]
+        self._left = self._left[stays]

@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 
 from sglang_dflash.scheduler.plan import BestRows
-from tests.unit.served_traffic import DRAFTERS, WIDTH, AllRows, Host, Served, Traffic, h200
+from tests.unit.served_traffic import BUNDLED, DRAFTERS, WIDTH, AllRows, Host, Served, Traffic, h200
 
 CHAT = 76  # tokens of an answer
 USUAL = Host()
@@ -107,3 +107,14 @@ def test_a_host_that_is_slower_than_the_device(clients: int) -> None:
     )
     assert several.rounds > 1.3 * several.steps
     assert several.tokens_s > 1.1 * one.tokens_s
+
+
+def test_prompts_do_not_wait_for_a_slow_host() -> None:
+    """How much longer rounds become by prompts does not matter where the host takes longer still.
+
+    Else who asks waits, so fewer are served at once, whose rounds are shorter and have time for fewer prompts yet.
+    """
+    slow = Host(*(1.5 * part for part in vars(USUAL).values()))
+    found = Traffic(128, BUNDLED, CHAT, slow).serve(partial(BestRows, WIDTH, h200()), 400)
+    assert found.queued < found.steps
+    assert sum(found.waited) / len(found.waited) < 80

@@ -53,6 +53,22 @@ def test_prompts_make_all_of_a_round_longer(besides: float, rows: int) -> None:
     assert GRAPHS.prompt_rows(8, 0.05, 0, besides) == rows
 
 
+@pytest.mark.parametrize(
+    ("host", "besides", "rows"),
+    [
+        (0.9, 0.0, 56),
+        (1.1, 0.0, 120),
+        (1.49, 0.0, 120),
+        (1.5, 0.0, 184),
+        (1.5, 0.3, 120),
+        (9.0, 0.0, 248),
+    ],
+)
+def test_prompts_while_the_host_is_at_work(host: float, besides: float, rows: int) -> None:
+    """They cost nothing as long as the device is through with its round before the host is with the step."""
+    assert GRAPHS.prompt_rows(8, 0.05, 0, besides, host) == rows
+
+
 @pytest.mark.parametrize(("backlog", "rows"), [(0, 56), (56 * 8, 56), (100 * 8, 100), (1e6, 248)])
 def test_prompts_that_wait_in_numbers(backlog: int, rows: int) -> None:
     assert GRAPHS.prompt_rows(8, 0.05, int(backlog)) == rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -18,6 +19,7 @@ from sglang_dflash.scheduler.choices import Plan
 from sglang_dflash.scheduler.draft_input import DFlashDraftInput
 from sglang_dflash.scheduler.ending import ends_in_flight
 from sglang_dflash.scheduler.fixed_plans import WholeBlocks
+from sglang_dflash.scheduler.pace import Pace
 from sglang_dflash.scheduler.riding import Riding
 from tests.unit.test_prompt_passes import ASKED, GRAPHS, timed
 
@@ -93,8 +95,13 @@ def world(*reqs: SimpleNamespace, **fields: Any) -> SimpleNamespace:
     return scheduler
 
 
-def riding(slowdown: float = 0.25, prompt_graphs: PromptGraphs | None = None) -> Riding:
-    return Riding(slowdown, RoundRunner(None, None, prompt_graphs), WholeBlocks(WIDTH))
+def riding(
+    slowdown: float = 0.25, prompt_graphs: PromptGraphs | None = None, host: float = 0.0
+) -> Riding:
+    """Beside a host that takes so many milliseconds for a step with prompts."""
+    pace = Pace(SimpleNamespace(world_size=1))
+    pace.with_prompts = np.array([host])
+    return Riding(slowdown, RoundRunner(None, None, prompt_graphs), WholeBlocks(WIDTH), pace)
 
 
 def boards(
@@ -228,6 +235,13 @@ def test_chunks_beside_a_drafter_that_takes_its_time(monkeypatch: pytest.MonkeyP
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 64
     monkeypatch.setattr(WholeBlocks, "besides", lambda self, plan, load: 10.0 * load.requests)
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 128 - 2 * WIDTH
+
+
+@pytest.mark.parametrize(("host", "rows"), [(1.05, 64), (1.15, 112), (1.6, 176), (9.0, 240)])
+def test_chunks_while_the_host_is_at_work(host: float, rows: int) -> None:
+    """The step is no shorter without them."""
+    scheduler = world(request(), request())
+    assert riding(0.01, GRAPHS, host).chunk_size(scheduler, 4096) == rows
 
 
 def test_chunks_as_the_release_takes_them() -> None:
