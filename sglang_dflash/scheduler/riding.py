@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from sglang_dflash.scheduler.pace import Pace
 
 _LEAST_ROWS = 64  # of prompts, or a page, which a round takes along however short it is
+# By how much more a round may become longer for each request that waits beside one that decodes. Who waits for another
+# round loses all of it, who decodes a part: with the default, half of it, both lose as much together.
+_WHO_WAITS = 2.0
 
 
 class Riding:
@@ -90,9 +93,10 @@ class Riding:
             return min(size, max(least, int(blocks * self.slowdown)))
         if not graphs.holds(blocks + least, len(reqs) + 1):
             return size
-        besides = self._planner.besides(plan, load)
+        besides, waiting = self._planner.besides(plan, load), _waiting(scheduler)
+        slowdown = self.slowdown * (1 + _WHO_WAITS * len(waiting) / len(reqs))
         host = self._pace.of(prompts=True)
-        rows = graphs.prompt_rows(blocks, self.slowdown, _backlog(scheduler), besides, host)
+        rows = graphs.prompt_rows(blocks, slowdown, sum(waiting), besides, host)
         return min(size, max(least, rows))
 
     def run(
@@ -172,9 +176,9 @@ def _leaves_enough(scheduler: Scheduler, slots: int) -> bool:
     return scheduler.token_to_kv_pool_allocator.available_size() >= slots
 
 
-def _backlog(scheduler: Scheduler) -> int:
-    """Rows of prompts that wait; those that the prefix cache has are among them."""
-    rows = sum(len(req.origin_input_ids) + len(req.output_ids) for req in scheduler.waiting_queue)
+def _waiting(scheduler: Scheduler) -> list[int]:
+    """Rows of each prompt that waits; those that the prefix cache has are among them."""
+    rows = [len(req.origin_input_ids) + len(req.output_ids) for req in scheduler.waiting_queue]
     if (req := scheduler.chunked_req) is not None:
-        rows += len(req.origin_input_ids) + len(req.output_ids) - len(req.fill_ids)
+        rows.append(len(req.origin_input_ids) + len(req.output_ids) - len(req.fill_ids))
     return rows

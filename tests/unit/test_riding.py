@@ -237,6 +237,14 @@ def test_chunks_beside_a_drafter_that_takes_its_time(monkeypatch: pytest.MonkeyP
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 128 - 2 * WIDTH
 
 
+@pytest.mark.parametrize(("waiting", "rows"), [(0, 64), (3, 64), (4, 112), (30, 176), (60, 240)])
+def test_chunks_while_many_wait(waiting: int, rows: int) -> None:
+    """A round may be longer by a fiftieth, and by as much again for each of them beside two that decode."""
+    scheduler = world(request(), request())
+    scheduler.waiting_queue = [request(origin_input_ids=[0], output_ids=[])] * waiting
+    assert riding(0.02, GRAPHS).chunk_size(scheduler, 4096) == rows
+
+
 @pytest.mark.parametrize(("host", "rows"), [(1.05, 64), (1.15, 112), (1.6, 176), (9.0, 240)])
 def test_chunks_while_the_host_is_at_work(host: float, rows: int) -> None:
     """The step is no shorter without them."""
