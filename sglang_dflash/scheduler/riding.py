@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from sglang_dflash.scheduler.pace import Pace
 
 _LEAST_ROWS = 64  # of prompts, or a page, which a round takes along however short it is
-# By how much more a round may become longer for each request that waits beside one that decodes. Who waits for another
-# round loses all of it, who decodes a part: with the default, half of it, both lose as much together.
-_WHO_WAITS = 2.0
 
 
 class Riding:
@@ -94,7 +91,8 @@ class Riding:
         if not graphs.holds(blocks + least, len(reqs) + 1):
             return size
         besides, waiting = self._planner.besides(plan, load), _waiting(scheduler)
-        slowdown = self.slowdown * (1 + _WHO_WAITS * len(waiting) / len(reqs))
+        # Who waits for another round loses all of it, who decodes beside prompts a part.
+        slowdown = self.slowdown * (1 + len(waiting) / len(reqs))
         host = self._pace.of(prompts=True)
         rows = graphs.prompt_rows(blocks, slowdown, sum(waiting), besides, host)
         return min(size, max(least, rows))

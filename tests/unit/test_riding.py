@@ -237,9 +237,9 @@ def test_chunks_beside_a_drafter_that_takes_its_time(monkeypatch: pytest.MonkeyP
     assert riding(0.01, GRAPHS).chunk_size(scheduler, 4096) == 128 - 2 * WIDTH
 
 
-@pytest.mark.parametrize(("waiting", "rows"), [(0, 64), (3, 64), (4, 112), (30, 176), (60, 240)])
+@pytest.mark.parametrize(("waiting", "rows"), [(0, 64), (7, 64), (8, 112), (50, 176), (99, 240)])
 def test_chunks_while_many_wait(waiting: int, rows: int) -> None:
-    """A round may be longer by a fiftieth, and by as much again for each of them beside two that decode."""
+    """A round may be longer by a fiftieth, and by half as much again for each of them beside two that decode."""
     scheduler = world(request(), request())
     scheduler.waiting_queue = [request(origin_input_ids=[0], output_ids=[])] * waiting
     assert riding(0.02, GRAPHS).chunk_size(scheduler, 4096) == rows
