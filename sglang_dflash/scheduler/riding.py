@@ -86,14 +86,14 @@ class Riding:
         plan, graphs = self._planner.plan(load), self._rounds.prompt_graphs
         blocks = plan.rows(len(reqs))
         least = max(_LEAST_ROWS, scheduler.page_size)
-        if graphs is None:
-            return min(size, max(least, int(blocks * self.slowdown)))
-        if not graphs.holds(blocks + least, len(reqs) + 1):
-            return size
-        besides, waiting = self._planner.besides(plan, load), _waiting(scheduler)
+        waiting = _waiting(scheduler)
         # Who waits for another round loses all of it, who decodes beside prompts a part.
         slowdown = self.slowdown * (1 + len(waiting) / len(reqs))
-        host = self._pace.of(prompts=True)
+        if graphs is None:
+            return min(size, max(least, int(blocks * slowdown)))
+        if not graphs.holds(blocks + least, len(reqs) + 1):
+            return size
+        besides, host = self._planner.besides(plan, load), self._pace.of(prompts=True)
         rows = graphs.prompt_rows(blocks, slowdown, sum(waiting), besides, host)
         return min(size, max(least, rows))
 

@@ -245,6 +245,13 @@ def test_chunks_while_many_wait(waiting: int, rows: int) -> None:
     assert riding(0.02, GRAPHS).chunk_size(scheduler, 4096) == rows
 
 
+@pytest.mark.parametrize(("waiting", "rows"), [(0, 64), (1, 96), (2, 128), (8, 320)])
+def test_chunks_without_graphs_while_many_wait(waiting: int, rows: int) -> None:
+    scheduler = world(request(), request())
+    scheduler.waiting_queue = [request(origin_input_ids=[0], output_ids=[])] * waiting
+    assert riding(64 / (2 * WIDTH)).chunk_size(scheduler, 4096) == rows
+
+
 @pytest.mark.parametrize(("host", "rows"), [(1.05, 64), (1.15, 112), (1.6, 176), (9.0, 240)])
 def test_chunks_while_the_host_is_at_work(host: float, rows: int) -> None:
     """The step is no shorter without them."""
