@@ -1,7 +1,7 @@
 """How likely drafts are to be accepted: learned of every round, where it runs.
 
 The drafter's margin, by how much a draft's logit is above the next, says more than a draft's position does. So what
-became of drafts is counted by position and size of the margin, for each kind of request apart, and old rounds
+became of drafts is counted by position and size of the margin, for each kind of request apart, and old drafts
 are forgotten. All numbers are whole or come of whole ones by the same steps, so all ranks have the same.
 """
 
@@ -20,8 +20,9 @@ _DRAWS, _ADAPTED = 1, 2
 KINDS = 4
 BINS = 16  # of margins: two for each doubling, from 1/8
 _FIRST_EXPONENT = -3
-_WINDOW = 4096  # drafts after which one is forgotten,
-_FASTEST, _SLOWEST = 0.5, 0.97  # and what is kept of them after a round, at least and at most
+# Drafts at a position after which one there is forgotten, and what is kept of them after a round, at least. Each
+# position forgets by its own: drafts far behind are seldom tried, and would be forgotten before they tell anything.
+_WINDOW, _LEAST = 512, 0.5
 # Drafts that a guess is worth: of a margin's chance before any was seen, and of a margin at one position by what is
 # known of that margin and of that position.
 _GUESS, _POOLED = 8.0, 16.0
@@ -134,7 +135,7 @@ class Survival:
                 *(cells, chances, rows, lengths),
                 *(self._fresh, self._counts, self.rates, self._guess),
                 window=_WINDOW,
-                kept=(_FASTEST, _SLOWEST),
+                least=_LEAST,
                 weights=(_GUESS, _POOLED),
             )
         position = torch.arange(cells.shape[1], device=cells.device)
@@ -144,8 +145,7 @@ class Survival:
         for fresh, seen in zip(self._fresh, (tried, survived), strict=True):
             counted = cells.clamp(min=0).flatten()
             fresh.zero_().view(-1).index_add_(0, counted, seen.flatten().float())
-        total = self._fresh[0].sum(dim=(1, 2), keepdim=True)
-        kept = (1 - total / _WINDOW).clamp(_FASTEST, _SLOWEST).where(total > 0, 1.0)
+        kept = (1 - self._fresh[0].sum(dim=2, keepdim=True) / _WINDOW).clamp(min=_LEAST)
         tried, survived = self._counts.mul_(kept).add_(self._fresh)
         tried_at, survived_at = tried.sum(1, keepdim=True), survived.sum(1, keepdim=True)
         # A margin that was hardly seen is no better than the others turned out to be.

@@ -129,6 +129,19 @@ def test_a_position_at_which_margins_say_less() -> None:
     assert first == pytest.approx(0.9, abs=0.05) and both / first < 0.7
 
 
+def test_positions_that_are_seldom_reached_are_remembered() -> None:
+    """What margins say there is known though a hundred drafts are tried at the first position for one there."""
+    torch.manual_seed(0)
+    survival, true = Survival(4, "cpu"), torch.tensor([0.2, 0.5, 0.9, 0.3])
+    margins, kinds = torch.full((8, 4), 3.0), torch.zeros(8, dtype=torch.int64)
+    found = []
+    for _ in range(6000):
+        estimate = expected(survival, margins, kinds)
+        survival.learn(estimate, 5, survive(true, 8))
+        found.append(survival.rates[0, 3, estimate.cells[0, 3] % BINS])
+    assert torch.stack(found[3000:]).mean() == pytest.approx(0.3, abs=0.03)
+
+
 def test_what_changes_is_learned_anew() -> None:
     torch.manual_seed(0)
     survival, margins = Survival(4, "cpu"), torch.full((32, 4), 2.0)
@@ -223,8 +236,8 @@ def test_kernels(widest: int, width: int) -> None:
         found = count_and_update(
             *(cells, chances, rows.to(DEVICE) if number % 2 else rows, lengths.to(DEVICE)),
             *(fresh, counts, rates, guess),
-            window=4096,
-            kept=(0.5, 0.97),
+            window=512,
+            least=0.5,
             weights=(8.0, 16.0),
         )
         assert not fresh.any()
@@ -251,8 +264,8 @@ def test_counting_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             count_and_update(
                 *(cells, chances, rows, lengths),
                 *(values._fresh, values._counts, values.rates, values._guess),
-                window=4096,
-                kept=(0.5, 0.97),
+                window=512,
+                least=0.5,
                 weights=(8.0, 16.0),
             )
     counting = launches[::2]

@@ -118,8 +118,7 @@ def _update(
     rates_ptr,
     guess_ptr,
     window,
-    FASTEST: tl.constexpr,
-    SLOWEST: tl.constexpr,
+    LEAST: tl.constexpr,
     GUESS: tl.constexpr,
     POOLED: tl.constexpr,
     KINDS: tl.constexpr,
@@ -134,9 +133,7 @@ def _update(
     size: tl.constexpr = KINDS * WIDEST * BINS
     tried_now = tl.load(fresh_ptr + at, mask=inside, other=0.0)
     survived_now = tl.load(fresh_ptr + size + at, mask=inside, other=0.0)
-    total = tl.sum(tl.sum(tried_now, axis=1), axis=0)
-    kept = tl.minimum(tl.maximum(1 - total / window, FASTEST), SLOWEST)
-    kept = tl.where(total > 0, kept, 1.0)
+    kept = tl.maximum(1 - tl.sum(tried_now, axis=1) / window, LEAST)[:, None]
     tried = tl.load(counts_ptr + at, mask=inside, other=0.0) * kept + tried_now
     survived = tl.load(counts_ptr + size + at, mask=inside, other=0.0) * kept + survived_now
     tl.store(counts_ptr + at, tried, mask=inside)
@@ -169,7 +166,7 @@ def count_and_update(
     guess: torch.Tensor,
     *,
     window: float,
-    kept: tuple[float, float],
+    least: float,
     weights: tuple[float, float],
 ) -> torch.Tensor:
     """Counts what became of a round's drafts, and the rates that follow; see `Survival.learn` for what it gives.
@@ -178,7 +175,8 @@ def count_and_update(
         fresh: [2, kinds, widest, bins] float32, of the round alone; zero before and after.
         counts: likewise, of tried and survived drafts; written.
         rates: [kinds, widest, bins] float32, written.
-        kept: the least and the most that is kept of older counts.
+        window: drafts at a position after which older ones there are forgotten.
+        least: that is kept of them after a round.
         weights: of the guess, and of a margin's chance at all positions.
     """
     ragged = isinstance(rows, torch.Tensor)
@@ -204,8 +202,7 @@ def count_and_update(
         rates,
         guess,
         window,
-        FASTEST=kept[0],
-        SLOWEST=kept[1],
+        LEAST=least,
         GUESS=weights[0],
         POOLED=weights[1],
         KINDS=kinds,
