@@ -49,10 +49,10 @@ class DraftVocabulary(BorrowedVocabulary):
         """Likeliest token that can be drafted, as a target's id: [n, hidden] → [n] int64."""
         return self._target_id(super().argmax(hidden))
 
-    def likeliest_with_margin(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same token, and by how much its logit is above the next that can be drafted."""
-        drafted, margin = super().likeliest_with_margin(hidden)
-        return self._target_id(drafted), margin
+    def likeliest_with_odds(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same token, and the log-odds that it is the one, of all that can be drafted."""
+        drafted, log_odds = super().likeliest_with_odds(hidden)
+        return self._target_id(drafted), log_odds
 
     def _target_id(self, drafted: torch.Tensor) -> torch.Tensor:
         return drafted if self._target_ids is None else self._target_ids[drafted]

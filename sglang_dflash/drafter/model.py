@@ -166,7 +166,7 @@ class DFlashDraftModel(nn.Module):
         draft: its config, in the package's own terms.
         fused: its layers as captured rounds run them; None until then, and where they cannot be fused.
         fp8: its products in FP8; None where they are not to be.
-        tells_margins: whether it says how sure it is of its drafts.
+        tells_odds: whether it says how sure it is of its drafts.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
@@ -191,7 +191,7 @@ class DFlashDraftModel(nn.Module):
         self.norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
         self.fused: FusedLayers | None = None
         self.fp8: Fp8Products | None = None
-        self.tells_margins = False
+        self.tells_odds = False
         self.embed_tokens = self.lm_head = None
         if draft.own_embedding:
             self.embed_tokens = VocabParallelEmbedding(draft.vocab_size, draft.hidden_size)
@@ -292,14 +292,14 @@ class DFlashDraftModel(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Draft tokens of each block: [bs * width] int64 → [bs, width - 1] int64.
 
-        If `tells_margins`, those and by how much each is above the next, [bs, width - 1] float32.
+        If `tells_odds`, those and the log-odds that each is the token, [bs, width - 1] float32.
         """
         drafted = self.draft_states(input_ids, positions, forward_batch)
         drafts = forward_batch.spec_info.draft_token_num - 1
-        if not self.tells_margins:
+        if not self.tells_odds:
             return self.vocabulary.argmax(drafted).view(-1, drafts)
-        tokens, margins = self.vocabulary.likeliest_with_margin(drafted)
-        return tokens.view(-1, drafts), margins.view(-1, drafts)
+        tokens, log_odds = self.vocabulary.likeliest_with_odds(drafted)
+        return tokens.view(-1, drafts), log_odds.view(-1, drafts)
 
     @torch.no_grad()
     def draft_states(

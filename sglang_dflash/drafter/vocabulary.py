@@ -9,7 +9,7 @@ from torch import nn
 
 from sglang_dflash.errors import DFlashError
 from sglang_dflash.gpu.fp8 import Fp8Weight
-from sglang_dflash.gpu.kernels.argmax import row_max, row_top2
+from sglang_dflash.gpu.kernels.argmax import row_max, row_max_and_rest
 
 
 class BorrowedVocabulary:
@@ -106,23 +106,34 @@ class BorrowedVocabulary:
         token = ids.gather(0, best).squeeze(0).to(torch.int64)
         return values.gather(0, best).squeeze(0), token
 
-    def likeliest_with_margin(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Likeliest token, and by how much its logit is above the next: [n, hidden] → [n] int64, [n] float32.
+    def likeliest_with_odds(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Likeliest token, and the log-odds that it is the one, not any other: [n, hidden] → [n] int64, [n] float32.
 
         All ranks get the same numbers.
         """
-        value, index, second = row_top2(self.logits(hidden))
+        value, index, rest = row_max_and_rest(self.logits(hidden))
         group = get_tp_group()
         if group.world_size == 1:
-            return index, value - second
+            return index, value - rest
         token_ids = (index + self._first_id).double()
-        mine = torch.stack([value.double(), token_ids, second.double()])  # [3, n]
-        values, ids, seconds = group.all_gather(mine[None], dim=0).unbind(dim=1)  # [tp, n] each
-        best = values.argmax(dim=0, keepdim=True)
-        top = values.gather(0, best).squeeze(0)
-        others = values.scatter(0, best, seconds.gather(0, best))
-        token = ids.gather(0, best).squeeze(0).to(torch.int64)
-        return token, (top - others.amax(dim=0)).float()
+        mine = torch.stack([value.double(), token_ids, rest.double()])  # [3, n]
+        return of_all_parts(*group.all_gather(mine[None], dim=0).unbind(dim=1))
+
+
+def of_all_parts(
+    values: torch.Tensor, ids: torch.Tensor, rests: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likeliest tokens, and the log-odds that they are the ones, of a vocabulary in parts: [n] int64, [n] float32.
+
+    Args:
+        values, ids: [parts, n] float64, the largest logit of each part, and its token.
+        rests: likewise, the logarithm of the sum of the exponentials of its others.
+    """
+    best = values.argmax(dim=0, keepdim=True)
+    top = values.gather(0, best).squeeze(0)
+    others = torch.logaddexp(values, rests).scatter(0, best, rests.gather(0, best))
+    token = ids.gather(0, best).squeeze(0).to(torch.int64)
+    return token, (top - others.logsumexp(dim=0)).float()
 
 
 def _is_plain(weight: torch.Tensor) -> bool:

@@ -337,9 +337,9 @@ class RoundGraphs:
         if key.width > 1:  # else nothing is drafted
             draft.prepare()
         drafts, estimate = propose(draft, round), None
-        if self.survival is not None and drafts.margins is not None:
+        if self.survival is not None and drafts.log_odds is not None:
             kinds, ended = self.kinds.values[: key.bucket], parts.state.ended
-            estimate = self.survival.estimate(drafts.margins, kinds, rows, ended)
+            estimate = self.survival.estimate(drafts.log_odds, kinds, rows, ended)
         return Proposed(round, drafts.tokens, estimate)
 
     def _verify(self, drafted: Proposed, models: tuple[CapturedModel, CapturedModel]) -> Blocks:

@@ -23,11 +23,11 @@ class Drafts(NamedTuple):
 
     Attributes:
         tokens: [bs, width - 1] int64.
-        margins: [bs, width - 1] float32, by how much the logit of each is above the next; None if nobody asks.
+        log_odds: [bs, width - 1] float32, that each is the token, as the draft model says; None if nobody asks.
     """
 
     tokens: torch.Tensor
-    margins: torch.Tensor | None = None
+    log_odds: torch.Tensor | None = None
 
 
 def propose(draft: BlockModel, round: Round) -> Drafts:

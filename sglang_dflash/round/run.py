@@ -344,7 +344,7 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
         narrow = narrower(max(widths))
         # Without passes in which requests have different numbers of rows, all of narrower blocks are verified.
         widths = [1, *widths] if passes else sorted({1, *narrow, *widths})
-    parts.draft.runner.model.tells_margins = survival is not None
+    parts.draft.runner.model.tells_odds = survival is not None
     adapted = parts.adapters is not None and parts.adapters.can_be_captured
     if adapted:
         parts.adapters.widen_products()

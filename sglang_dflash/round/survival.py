@@ -1,8 +1,8 @@
 """How likely drafts are to be accepted: learned of every round, where it runs.
 
-The drafter's margin, by how much a draft's logit is above the next, says more than a draft's position does. So what
-became of drafts is counted by position and size of the margin, for each kind of request apart, and old drafts
-are forgotten. All numbers are whole or come of whole ones by the same steps, so all ranks have the same.
+How likely the drafter finds its draft says more than the draft's position does. So what became of drafts is counted
+by position and by these odds, for each kind of request apart, and old drafts are forgotten. All numbers are whole or
+come of whole ones by the same steps, so all ranks have the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sglang_dflash.round.adapter_buffers import Ids, has_adapters, to_device
 # A kind of request: 1 if it draws, and 2 more if it has a LoRA adapter, whose target the drafter was not trained for.
 _DRAWS, _ADAPTED = 1, 2
 KINDS = 4
-BINS = 16  # of margins: two for each doubling, from 1/8
-_FIRST_EXPONENT = -3
+BINS = 16  # of log-odds, of which these are where the first begins, and how many there are of each
+_FIRST, _PER_NAT = -2.5, 2.0
 # Drafts at a position after which one there is forgotten, and what is kept of them after a round, at least. Each
 # position forgets by its own: drafts far behind are seldom tried, and would be forgotten before they tell anything.
 _WINDOW, _LEAST = 512, 0.5
-# Drafts that a guess is worth: of a margin's chance before any was seen, and of a margin at one position by what is
-# known of that margin and of that position.
+# Drafts that a guess is worth: of a bin's chance before any was seen, and of a bin at one position by what is
+# known of that bin and of that position.
 _GUESS, _POOLED = 8.0, 16.0
 
 
@@ -81,7 +81,7 @@ class Survival:
 
     Attributes:
         rates: [KINDS, drafts, BINS] float32, that a draft is accepted if all before it are; by kind of request,
-            position and margin.
+            position and log-odds.
     """
 
     def __init__(self, drafts: int, device: torch.device | str):
@@ -92,27 +92,26 @@ class Survival:
         self._drafts, shape = drafts, (KINDS, drafts, BINS)
         self._counts = torch.zeros(2, *shape, device=device)
         self._fresh = torch.zeros_like(self._counts)
-        exponents = _FIRST_EXPONENT + torch.arange(BINS, device=device) / 2
-        # A margin of m means that the drafter finds the draft e^m times as likely as the next.
-        self._guess = 1 - 0.5 * torch.exp(-exponents.exp2() / 2)
+        middles = _FIRST + (torch.arange(BINS, device=device) + 0.5) / _PER_NAT
+        self._guess = torch.sigmoid(middles)
         self.rates = self._guess.expand(shape).clone()
 
     def estimate(
-        self, margins: torch.Tensor, kinds: torch.Tensor, rows: torch.Tensor, ended: torch.Tensor
+        self, log_odds: torch.Tensor, kinds: torch.Tensor, rows: torch.Tensor, ended: torch.Tensor
     ) -> Estimate:
         """What is expected of drafts.
 
         Args:
-            margins: [bs, width - 1] float32, not negative.
+            log_odds: [bs, width - 1] float32, that a draft is the token, as the drafter says.
             kinds: [bs] int64, as in `Kinds`.
             rows: [bs] int64, of the requests.
             ended: by row, int32, 1 for requests that have ended.
         """
-        if margins.is_cuda:
-            return Estimate(*expect(margins, kinds, rows, ended, self.rates, 2.0**_FIRST_EXPONENT))
-        size = margins.nan_to_num(0.0).clamp(min=2.0**_FIRST_EXPONENT).log2() - _FIRST_EXPONENT
-        bins = (2 * size).clamp(max=BINS - 1).to(torch.int64)
-        position = torch.arange(margins.shape[1], device=margins.device)
+        if log_odds.is_cuda:
+            return Estimate(*expect(log_odds, kinds, rows, ended, self.rates, _FIRST, _PER_NAT))
+        size = (log_odds - _FIRST).nan_to_num(0.0) * _PER_NAT
+        bins = size.clamp(0, BINS - 1).to(torch.int64)
+        position = torch.arange(log_odds.shape[1], device=log_odds.device)
         cells = (kinds[:, None] * self._drafts + position) * BINS + bins
         chances, gone = self.rates.flatten()[cells].cumprod(dim=1), (ended[rows] > 0)[:, None]
         return Estimate(cells.masked_fill(gone, -1), chances.masked_fill(gone, 0.0))
@@ -148,11 +147,11 @@ class Survival:
         kept = (1 - self._fresh[0].sum(dim=2, keepdim=True) / _WINDOW).clamp(min=_LEAST)
         tried, survived = self._counts.mul_(kept).add_(self._fresh)
         tried_at, survived_at = tried.sum(1, keepdim=True), survived.sum(1, keepdim=True)
-        # A margin that was hardly seen is no better than the others turned out to be.
+        # A bin that was hardly seen is no better than the others turned out to be.
         hoped = (tried_at * self._guess).sum(2, keepdim=True) + _GUESS
         guess = self._guess * ((survived_at.sum(2, keepdim=True) + _GUESS) / hoped).clamp(max=1.0)
         pooled = (survived_at + _GUESS * guess) / (tried_at + _GUESS)
-        # Nor is one margin at a position better than the position's others.
+        # Nor is one bin at a position better than the position's others.
         expected = (tried * pooled).sum(2, keepdim=True) + _POOLED
         pooled = (pooled * (survived.sum(2, keepdim=True) + _POOLED) / expected).clamp(max=1.0)
         torch.div(survived + _POOLED * pooled, tried + _POOLED, out=self.rates)

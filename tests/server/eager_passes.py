@@ -168,11 +168,11 @@ class EagerRounds:
     ) -> Proposed:
         round, estimate = self._open(key.width, rows), None
         drafts = propose(self.parts.draft, round)
-        if drafts.margins is not None:
+        if drafts.log_odds is not None:
             kinds = Kinds(len(rows), "cpu")
             kinds.tell(len(rows), sampling.drawing if sampling else (), adapters)
             ended = self.parts.state.ended
-            estimate = self.survival.estimate(drafts.margins, kinds.values, rows, ended)
+            estimate = self.survival.estimate(drafts.log_odds, kinds.values, rows, ended)
         self._proposed, self._estimate = (round, drafts.tokens), estimate
         return Proposed(round, drafts.tokens, estimate)
 
@@ -238,7 +238,7 @@ def capture(parts: Parts, server_args: ServerArgs, widths: list[int]) -> RoundRu
     sizes = row_sizes(block_rows, most, parts.linear_states is not None)
     if server_args.speculative_dflash_verify == AUTO:
         survival = Survival(max(widths) - 1, "cpu")
-        parts.draft.runner.model.tells_margins = True
+        parts.draft.runner.model.tells_odds = True
         narrow = narrower(max(widths))
         widths = [1, *widths] if sizes else [1, *narrow, *widths]
     rounds = EagerRounds(parts, widths, survival, narrow if sizes else [])

@@ -25,6 +25,7 @@ from sglang_dflash.gpu.kernels import (
     side_by_side,
     start_requests,
     store_rows,
+    survival,
     tile_plan,
 )
 from sglang_dflash.gpu.kernels.add_norm import _add_norm
@@ -168,22 +169,34 @@ def of_rounds(capability: int) -> int:
 
 
 def of_tokens(capability: int) -> int:
-    """Compiles what finds the likeliest tokens and accepts drafts; the shared memory of the largest."""
+    """Compiles what finds the likeliest tokens, accepts drafts and learns of it; the shared memory of the largest."""
     made, types = [], dict.fromkeys(("index_ptr", "indices_ptr"), "*i64") | {"stride": "i32"}
-    for parts, second in itertools.product((1, 2, 16), (False, True)):
-        options = dict(SIZE=151_936, PARTS=parts, SECOND=second)
-        types |= {"x_ptr": "*bf16", "second_ptr": "*fp32", "seconds_ptr": "*fp32"}
-        types |= dict.fromkeys(("value_ptr", "values_ptr"), "*fp32" if second else "*bf16")
-        first = options | {"TILE": 4096} | ({} if second else {"second_ptr": None})
+    for parts, rest in itertools.product((1, 2, 16), (False, True)):
+        options = dict(SIZE=151_936, PARTS=parts, REST=rest)
+        types |= {"x_ptr": "*bf16", "rest_ptr": "*fp32", "masses_ptr": "*fp32"}
+        types |= dict.fromkeys(("value_ptr", "values_ptr"), "*fp32" if rest else "*bf16")
+        first = options | {"TILE": 4096} | ({} if rest else {"rest_ptr": None})
         made.append(compiled(argmax._part_of_row, capability, first, types, 8))
         if parts > 1:
-            rest = options if second else options | {"second_ptr": None, "seconds_ptr": None}
-            made.append(compiled(argmax._of_parts, capability, rest, types, 1))
+            whole = options if rest else options | {"rest_ptr": None, "masses_ptr": None}
+            made.append(compiled(argmax._of_parts, capability, whole, types, 1))
     types = {name: "*i64" for name in accept._accept.arg_names if name.endswith("_ptr")}
     types |= {"ended_ptr": "*i32", "padding_row": "i32"}
     for ragged in (False, True):
         options = dict(ENDS=4, WIDTH=16, WIDTH_POW2=16, RAGGED=ragged)
         made.append(compiled(accept._accept, capability, options, types, 1))
+    kernels = survival._expect, survival._count, survival._update
+    names = {name for kernel in kernels for name in kernel.arg_names}
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
+    types |= dict.fromkeys(("kinds_ptr", "rows_ptr", "cells_ptr", "lengths_ptr"), "*i64")
+    table = dict(KINDS=4, WIDEST=15, WIDEST_POW2=16, BINS=16)
+    drafted = dict(FIRST=-2.5, PER_NAT=2.0, WIDEST=15, DRAFTS=7, DRAFTS_POW2=8, BINS=16)
+    learned = table | dict(LEAST=0.5, GUESS=8.0, POOLED=16.0)
+    counted = dict(SIZE=960, WIDEST_POW2=16)
+    expected = types | {"ended_ptr": "*i32"}
+    made.append(compiled(survival._expect, capability, drafted, expected, 1))
+    made.append(compiled(survival._count, capability, counted, types, 1))
+    made.append(compiled(survival._update, capability, learned, types, 4))
     return max(each.metadata.shared for each in made)
 
 

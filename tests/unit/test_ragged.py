@@ -92,51 +92,51 @@ def survive(rates: torch.Tensor, requests: int) -> torch.Tensor:
 
 
 def expected(
-    survival: Survival, margins: torch.Tensor, kinds: torch.Tensor, gone: Iterable[int] = ()
+    survival: Survival, odds: torch.Tensor, kinds: torch.Tensor, gone: Iterable[int] = ()
 ) -> Estimate:
     """Of requests side by side, of which some have ended."""
-    rows = torch.arange(len(margins))
+    rows = torch.arange(len(odds))
     ended = torch.tensor([int(row in gone) for row in rows.tolist()], dtype=torch.int32)
-    return survival.estimate(margins, kinds, rows, ended)
+    return survival.estimate(odds, kinds, rows, ended)
 
 
 def test_rates_are_learned_of_what_was_tried() -> None:
     """By position, though only few rows of a block are verified at a time; drawn requests have rates of their own."""
     torch.manual_seed(0)
     survival, true = Survival(WIDTH - 1, "cpu"), torch.tensor([0.95, 0.9, 0.6, 0.3, 0.8])
-    margins, kinds = torch.full((64, WIDTH - 1), 3.0), torch.zeros(64, dtype=torch.int64)
+    odds, kinds = torch.full((64, WIDTH - 1), 3.0), torch.zeros(64, dtype=torch.int64)
     for _ in range(200):
-        estimate = expected(survival, margins, kinds)
+        estimate = expected(survival, odds, kinds)
         rows = torch.randint(1, WIDTH + 1, (64,))
         survival.learn(estimate, rows, torch.minimum(survive(true, 64), rows))
-    found = expected(survival, margins, kinds).chances[0]
+    found = expected(survival, odds, kinds).chances[0]
     torch.testing.assert_close(found, true.cumprod(0), atol=0.05, rtol=0)
     assert torch.equal(
-        expected(survival, margins, kinds + 1).chances[0],
-        expected(Survival(WIDTH - 1, "cpu"), margins, kinds).chances[0],
+        expected(survival, odds, kinds + 1).chances[0],
+        expected(Survival(WIDTH - 1, "cpu"), odds, kinds).chances[0],
     )
 
 
-def test_a_position_at_which_margins_say_less() -> None:
-    """Of margins that were hardly seen there, too."""
+def test_a_position_at_which_odds_say_less() -> None:
+    """Of odds that were hardly seen there, too."""
     torch.manual_seed(0)
     survival, true = Survival(2, "cpu"), torch.tensor([0.9, 0.45])
     kinds = torch.zeros(32, dtype=torch.int64)
     for _ in range(100):
-        margins = 0.2 + torch.rand(32, 2) * torch.tensor([20.0, 8.0])
-        survival.learn(expected(survival, margins, kinds), 3, survive(true, 32))
-    first, both = expected(survival, torch.full((1, 2), 12.0), kinds[:1]).chances[0].tolist()
-    assert first == pytest.approx(0.9, abs=0.05) and both / first < 0.7
+        odds = torch.rand(32, 2) * torch.tensor([8.0, 3.0]) - 2
+        survival.learn(expected(survival, odds, kinds), 3, survive(true, 32))
+    first, both = expected(survival, torch.full((1, 2), 4.6), kinds[:1]).chances[0].tolist()
+    assert first == pytest.approx(0.9, abs=0.05) and both / first < 0.8
 
 
 def test_positions_that_are_seldom_reached_are_remembered() -> None:
-    """What margins say there is known though a hundred drafts are tried at the first position for one there."""
+    """What odds say there is known though a hundred drafts are tried at the first position for one there."""
     torch.manual_seed(0)
     survival, true = Survival(4, "cpu"), torch.tensor([0.2, 0.5, 0.9, 0.3])
-    margins, kinds = torch.full((8, 4), 3.0), torch.zeros(8, dtype=torch.int64)
+    odds, kinds = torch.full((8, 4), 3.0), torch.zeros(8, dtype=torch.int64)
     found = []
     for _ in range(6000):
-        estimate = expected(survival, margins, kinds)
+        estimate = expected(survival, odds, kinds)
         survival.learn(estimate, 5, survive(true, 8))
         found.append(survival.rates[0, 3, estimate.cells[0, 3] % BINS])
     assert torch.stack(found[3000:]).mean() == pytest.approx(0.3, abs=0.03)
@@ -144,44 +144,45 @@ def test_positions_that_are_seldom_reached_are_remembered() -> None:
 
 def test_what_changes_is_learned_anew() -> None:
     torch.manual_seed(0)
-    survival, margins = Survival(4, "cpu"), torch.full((32, 4), 2.0)
+    survival, odds = Survival(4, "cpu"), torch.full((32, 4), 2.0)
     kinds = torch.zeros(32, dtype=torch.int64)
     for rate in (0.9, 0.2):
         for _ in range(150):
-            estimate = expected(survival, margins, kinds)
+            estimate = expected(survival, odds, kinds)
             survival.learn(estimate, 5, survive(torch.full((4,), rate), 32))
-        assert expected(survival, margins, kinds).chances[0, 0] == pytest.approx(rate, abs=0.1)
+        assert expected(survival, odds, kinds).chances[0, 0] == pytest.approx(rate, abs=0.1)
 
 
 def test_surer_drafts_survive_sooner_at_first() -> None:
-    margins = torch.tensor([[0.0, 0.2, 1.0, 5.0, 1e9], [float("inf"), float("nan"), 1, 1, 1]])
-    estimate = expected(Survival(5, "cpu"), margins, torch.tensor([0, 1]))
+    infinite = float("inf")
+    odds = torch.tensor([[-9.0, 0.2, 1.0, 5.0, 1e9], [infinite, float("nan"), -infinite, 1, 1]])
+    estimate = expected(Survival(5, "cpu"), odds, torch.tensor([0, 1]))
     alone = estimate.chances[0] / torch.cat([torch.ones(1), estimate.chances[0, :-1]])
-    assert (alone.diff() >= -1e-6).all() and alone[0] > 0.4 and alone[-1] > 0.99
+    assert (alone.diff() >= -1e-6).all() and alone[0] < 0.1 and alone[-1] > 0.99
     assert estimate.cells.min() >= 0 and estimate.cells.max() < 2 * 5 * BINS  # the kinds 0 and 1
     assert torch.isfinite(estimate.chances).all()
 
 
 def test_a_drafter_that_is_never_right() -> None:
-    """Nothing is expected of margins either that were hardly ever seen."""
+    """Nothing is expected of odds either that were hardly ever seen."""
     torch.manual_seed(0)
     survival, kinds = Survival(5, "cpu"), torch.zeros(4, dtype=torch.int64)
     for _ in range(60):
-        margins = 0.5 * torch.rand(4, 5)
-        survival.learn(expected(survival, margins, kinds), 2, torch.ones(4).long())
+        odds = torch.rand(4, 5) - 2
+        survival.learn(expected(survival, odds, kinds), 2, torch.ones(4).long())
     sure = expected(survival, torch.full((4, 5), 9.0), kinds)
-    assert sure.chances.max() < 0.2 and expected(survival, margins, kinds).chances.max() < 0.1
+    assert sure.chances.max() < 0.2 and expected(survival, odds, kinds).chances.max() < 0.1
 
 
 def test_requests_that_have_ended() -> None:
     """They get the bonus token's row alone, and what becomes of their drafts is not counted."""
-    survival, margins = Survival(5, "cpu"), torch.full((3, 5), 2.0)
+    survival, odds = Survival(5, "cpu"), torch.full((3, 5), 2.0)
     kinds = torch.zeros(3, dtype=torch.int64)
-    estimate = expected(survival, margins, kinds, gone=[1])
+    estimate = expected(survival, odds, kinds, gone=[1])
     assert Ragged.share(estimate.chances, 9).counts.tolist() == [4, 1, 4]
     survival.learn(estimate, 6, torch.tensor([1, 6, 1]))
     alike = Survival(5, "cpu")
-    estimate = expected(alike, margins[:2], kinds[:2])
+    estimate = expected(alike, odds[:2], kinds[:2])
     alike.learn(estimate, 6, torch.tensor([1, 1]))
     assert torch.equal(survival.rates, alike.rates)
 
@@ -202,13 +203,13 @@ def test_kinds_of_requests() -> None:
 def test_all_orders_give_the_same() -> None:
     """Ranks must agree: what is counted does not depend on the order in which it is added up."""
     torch.manual_seed(0)
-    margins, lengths = 8 * torch.rand(50, 15), torch.randint(1, 17, (50,))
+    odds, lengths = 9 * torch.rand(50, 15) - 3, torch.randint(1, 17, (50,))
     kinds, order = torch.randint(0, KINDS, (50,)), torch.randperm(50)
     rates = []
     for at in (torch.arange(50), order):
         survival = Survival(15, "cpu")
         for _ in range(5):
-            estimate = expected(survival, margins[at], kinds[at])
+            estimate = expected(survival, odds[at], kinds[at])
             survival.learn(estimate, 16, lengths[at])
         rates.append(survival.rates)
     assert torch.equal(*rates)
@@ -222,14 +223,14 @@ def test_kernels(widest: int, width: int) -> None:
     rates, guess = theirs.rates.to(DEVICE).clone(), theirs._guess.to(DEVICE)
     fresh, counts = torch.zeros(2, 2, KINDS, widest, BINS, device=DEVICE)
     for number in range(6):
-        margins = 12 * torch.rand(9, width - 1) ** 2
-        margins[3, 0], margins[4, 1] = 0.0, float("inf")
+        odds = 10 * torch.rand(9, width - 1) - 3
+        odds[3, 0], odds[4, 1], odds[5, 0] = float("-inf"), float("inf"), float("nan")
         kinds, lengths = torch.randint(0, KINDS, (9,)), torch.randint(1, width + 1, (9,))
         rows = torch.randint(1, width + 1, (9,)) if number % 2 else width
         at, ended = torch.randperm(12)[:9], torch.randint(0, 2, (12,)).to(torch.int32)
-        estimate = theirs.estimate(margins, kinds, at, ended)
-        given = (x.to(DEVICE) for x in (margins, kinds, at, ended))
-        cells, chances = expect(*given, rates, 0.125)
+        estimate = theirs.estimate(odds, kinds, at, ended)
+        given = (x.to(DEVICE) for x in (odds, kinds, at, ended))
+        cells, chances = expect(*given, rates, -2.5, 2.0)
         assert torch.equal(cells.cpu(), estimate.cells)
         torch.testing.assert_close(chances.cpu(), estimate.chances)
         told = theirs.learn(estimate, rows, lengths)

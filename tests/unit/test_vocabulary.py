@@ -9,7 +9,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from torch import nn
 
-from sglang_dflash.drafter.vocabulary import BorrowedVocabulary, embedding_of
+from sglang_dflash.drafter.vocabulary import BorrowedVocabulary, embedding_of, of_all_parts
+from sglang_dflash.gpu.kernels.argmax import row_max_and_rest
 from tests.unit.drafters import TargetStub
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -70,6 +71,25 @@ def test_a_head_that_is_quantized(fp32: bool) -> None:
     vocabulary = BorrowedVocabulary(stub, fp32=fp32)
     assert torch.equal(vocabulary.logits(hidden), logits)
     assert torch.equal(vocabulary.argmax(hidden), logits.argmax(dim=-1))
+
+
+def test_odds_of_a_vocabulary_in_parts() -> None:
+    """As of the whole; where two are as likely, where a part has nothing that can be drafted, and none but one."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(6, 40)
+    logits[1, 7] = logits[1, 33] = 20.0
+    logits[2, 20:] = logits[3, 1:] = float("-inf")
+    parts = [row_max_and_rest(part) for part in logits.split(20, dim=1)]
+    values, ids, rests = (torch.stack(each).double() for each in zip(*parts, strict=True))
+    ids[1] += 20
+    token, log_odds = of_all_parts(values, ids, rests)
+    assert torch.equal(token, logits.argmax(dim=1))
+    torch.testing.assert_close(log_odds, logits.softmax(dim=1).amax(dim=1).logit())
+    vocabulary = BorrowedVocabulary(TargetStub(torch.randn(40, 8)))
+    vocabulary.logits = lambda hidden: logits
+    alone = vocabulary.likeliest_with_odds(logits)
+    assert torch.equal(alone[0], token)
+    torch.testing.assert_close(alone[1], log_odds)
 
 
 def test_an_embedding_by_another_name() -> None:

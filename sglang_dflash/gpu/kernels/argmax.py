@@ -1,4 +1,4 @@
-"""Largest element of each of many rows, and the next, read once by as many programs as the GPU has room for."""
+"""Largest element of each of many rows, and all others together, read once by as many programs as fill a GPU."""
 
 from __future__ import annotations
 
@@ -22,21 +22,33 @@ def _largest(value, index, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _mass(best, mass, top):
+    """Of columns together, as exponentials of what is below the best of all."""
+    return tl.sum(tl.where(best == float("-inf"), 0.0, mass * tl.exp(best - top)), axis=0)
+
+
+@triton.jit
+def _rest(top, mass):
+    """Logarithm of the sum of the others' exponentials, where the best is 1 of the mass."""
+    return top + tl.log(tl.maximum(mass - 1, 0.0))
+
+
+@triton.jit
 def _part_of_row(
     x_ptr,
     value_ptr,
     index_ptr,
-    second_ptr,
+    rest_ptr,
     stride,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
-    SECOND: tl.constexpr,
+    REST: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, TILE)
     best = tl.full([TILE], float("-inf"), tl.float32)
-    second = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)  # of the column, as exponentials of what is below its best
     at = tl.zeros([TILE], tl.int32)
     span: tl.constexpr = (SIZE + TILE * PARTS - 1) // (TILE * PARTS) * TILE
     for step in range(0, span, TILE):
@@ -44,31 +56,33 @@ def _part_of_row(
         x = tl.load(x_ptr + row * stride + column, mask=column < SIZE, other=float("-inf"))
         x = x.to(tl.float32)
         higher = (x > best) | ((x != x) & (best == best))  # of NaN the first
-        if SECOND:
-            second = tl.maximum(second, tl.where(higher, best, x))
+        if REST:
+            # Whichever is lower, the element or the best before it: one exponential for both.
+            nothing = (x == float("-inf")) | (best == float("-inf"))
+            below = tl.where(nothing, 0.0, tl.exp(-tl.abs(x - best)))
+            mass = tl.where(higher, mass * below + 1, mass + below)
         best = tl.where(higher, x, best)
         at = tl.where(higher, column, at)
     top, index = _largest(best, at, SIZE)
     out = row * PARTS + part
     tl.store(value_ptr + out, top.to(value_ptr.dtype.element_ty))
     tl.store(index_ptr + out, tl.minimum(index, SIZE - 1).to(tl.int64))
-    if SECOND:
-        # In every other column the best competes, in its own the second.
-        next_best = tl.max(tl.where((best == top) & (at == index), second, best), axis=0)
-        tl.store(second_ptr + out, next_best.to(second_ptr.dtype.element_ty))
+    if REST:
+        mass = _mass(best, mass, top)
+        tl.store(rest_ptr + out, mass if PARTS > 1 else _rest(top, mass))
 
 
 @triton.jit
 def _of_parts(
     values_ptr,
     indices_ptr,
-    seconds_ptr,
+    masses_ptr,
     value_ptr,
     index_ptr,
-    second_ptr,
+    rest_ptr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
-    SECOND: tl.constexpr,
+    REST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     of_row = row * PARTS + tl.arange(0, PARTS)
@@ -76,10 +90,9 @@ def _of_parts(
     top, index = _largest(values, indices, SIZE)
     tl.store(value_ptr + row, top.to(value_ptr.dtype.element_ty))
     tl.store(index_ptr + row, index.to(tl.int64))
-    if SECOND:
-        seconds = tl.load(seconds_ptr + of_row)
-        next_best = tl.max(tl.where(indices == index, seconds, values), axis=0)
-        tl.store(second_ptr + row, next_best)
+    if REST:
+        mass = _mass(values, tl.load(masses_ptr + of_row), top)
+        tl.store(rest_ptr + row, _rest(top, mass))
 
 
 def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,39 +113,40 @@ def row_max_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value, index
 
 
-def row_top2(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values and indices of the largest elements, and the next largest values: [n, size] → [n] each, values in float32.
+def row_max_and_rest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values and indices of the largest elements, and the logarithms of the sums of all others' exponentials.
 
-    Of equal ones the lower index. What a row with NaN gives is not defined, but its index is one of the row.
+    [n, size] → [n] each, all but the indices in float32. Of equal ones the lower index. What a row with NaN gives is
+    not defined, but its index is one of the row.
     """
     if x.is_cuda:
-        return row_top2_kernel(x)
+        return row_max_and_rest_kernel(x)
     value, index = x.max(dim=-1)
-    rest = x.scatter(1, index[:, None], float("-inf"))
-    return value.float(), index, rest.amax(dim=-1).float()
+    others = x.float().scatter(1, index[:, None], float("-inf"))
+    return value.float(), index, others.logsumexp(dim=-1)
 
 
-def row_top2_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`row_top2` by the kernel; elements of a row are side by side."""
-    value, second = x.new_empty(2, len(x), dtype=torch.float32)
+def row_max_and_rest_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`row_max_and_rest` by the kernel; elements of a row are side by side."""
+    value, rest = x.new_empty(2, len(x), dtype=torch.float32)
     index = x.new_empty(len(x), dtype=torch.int64)
-    _launch(x, value, index, second)
-    return value, index, second
+    _launch(x, value, index, rest)
+    return value, index, rest
 
 
 def _launch(
-    x: torch.Tensor, value: torch.Tensor, index: torch.Tensor, second: torch.Tensor | None
+    x: torch.Tensor, value: torch.Tensor, index: torch.Tensor, rest: torch.Tensor | None
 ) -> None:
     rows, size = x.shape
     tile = min(_TILE, triton.next_power_of_2(size))
     parts = parts_of(rows, triton.cdiv(size, tile))
-    options = dict(SIZE=size, PARTS=parts, SECOND=second is not None)
-    found = value, index, second
+    options = dict(SIZE=size, PARTS=parts, REST=rest is not None)
+    found = value, index, rest
     if parts > 1:
         found = [None if each is None else each.new_empty(rows, parts) for each in found]
     _part_of_row[(rows, parts)](x, *found, x.stride(0), TILE=tile, num_warps=8, **options)
     if parts > 1:
-        _of_parts[(rows,)](*found, value, index, second, num_warps=1, **options)
+        _of_parts[(rows,)](*found, value, index, rest, num_warps=1, **options)
 
 
 def parts_of(rows: int, tiles: int) -> int:

@@ -14,7 +14,7 @@ def _multiply(a, b):
 
 @triton.jit
 def _expect(
-    margins_ptr,
+    log_odds_ptr,
     kinds_ptr,
     rows_ptr,
     ended_ptr,
@@ -22,6 +22,7 @@ def _expect(
     cells_ptr,
     chances_ptr,
     FIRST: tl.constexpr,
+    PER_NAT: tl.constexpr,
     WIDEST: tl.constexpr,
     DRAFTS: tl.constexpr,
     DRAFTS_POW2: tl.constexpr,
@@ -30,12 +31,9 @@ def _expect(
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, DRAFTS_POW2)
     inside = i < DRAFTS
-    margin = tl.load(margins_ptr + request * DRAFTS + i, mask=inside, other=0.0)
+    log_odds = tl.load(log_odds_ptr + request * DRAFTS + i, mask=inside, other=0.0)
     # NaN and all that is small are in the first bin.
-    margin = tl.where(margin > 0, margin, 0.0)
-    size = 2 * (
-        tl.log2(tl.maximum(margin, FIRST)) - tl.log2(tl.full([DRAFTS_POW2], FIRST, tl.float32))
-    )
+    size = tl.where(log_odds > FIRST, log_odds - FIRST, 0.0) * PER_NAT
     bins = tl.minimum(size, BINS - 1).to(tl.int64)
     cell = (tl.load(kinds_ptr + request) * WIDEST + i) * BINS + bins
     rate = tl.load(rates_ptr + cell, mask=inside, other=0.0)
@@ -46,27 +44,28 @@ def _expect(
 
 
 def expect(
-    margins: torch.Tensor,
+    log_odds: torch.Tensor,
     kinds: torch.Tensor,
     rows: torch.Tensor,
     ended: torch.Tensor,
     rates: torch.Tensor,
     first: float,
+    per_nat: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cells and chances of drafts, as in `Estimate`.
 
     Args:
-        margins: [bs, drafts] float32, contiguous.
+        log_odds: [bs, drafts] float32, contiguous.
         kinds, rows: [bs] int64; the first from 0 to kinds - 1.
         ended: by row, int32.
         rates: [kinds, widest, bins] float32.
-        first: margin at which the second bin's half of a doubling begins to count.
+        first, per_nat: where the first bin begins, and how many there are of each.
     """
-    requests, drafts = margins.shape
-    cells = torch.empty(margins.shape, dtype=torch.int64, device=margins.device)
-    chances = torch.empty_like(margins)
+    requests, drafts = log_odds.shape
+    cells = torch.empty(log_odds.shape, dtype=torch.int64, device=log_odds.device)
+    chances = torch.empty_like(log_odds)
     _expect[(requests,)](
-        margins,
+        log_odds,
         kinds,
         rows,
         ended,
@@ -74,6 +73,7 @@ def expect(
         cells,
         chances,
         FIRST=first,
+        PER_NAT=per_nat,
         WIDEST=rates.shape[1],
         DRAFTS=drafts,
         DRAFTS_POW2=triton.next_power_of_2(drafts),
@@ -143,11 +143,11 @@ def _update(
     tl.store(fresh_ptr + size + at, zero, mask=inside)
     guess = tl.load(guess_ptr + tl.arange(0, BINS))
     tried_at, survived_at = tl.sum(tried, axis=0), tl.sum(survived, axis=0)
-    # A margin that was hardly seen is no better than the others turned out to be.
+    # A bin that was hardly seen is no better than the others turned out to be.
     hoped = tl.sum(tried_at * guess, axis=0) + GUESS
     guess *= tl.minimum((tl.sum(survived_at, axis=0) + GUESS) / hoped, 1.0)
     pooled = (survived_at + GUESS * guess) / (tried_at + GUESS)
-    # Nor is one margin at a position better than the position's others.
+    # Nor is one bin at a position better than the position's others.
     expected = tl.sum(tried * pooled[None, :], axis=1) + POOLED
     right = (tl.sum(survived, axis=1) + POOLED) / expected
     hoped_at = tl.minimum(pooled[None, :] * right[:, None], 1.0)
@@ -177,7 +177,7 @@ def count_and_update(
         rates: [kinds, widest, bins] float32, written.
         window: drafts at a position after which older ones there are forgotten.
         least: that is kept of them after a round.
-        weights: of the guess, and of a margin's chance at all positions.
+        weights: of the guess, and of a bin's chance at all positions.
     """
     ragged = isinstance(rows, torch.Tensor)
     _, kinds, widest, bins = fresh.shape
