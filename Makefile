@@ -111,7 +111,7 @@ test-long: setup ## what takes long by nature: before a problem is called solved
 
 test-gpu: setup ## tests of servers and kernels on a GPU; without one, says so; ARGS of pytest
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/gpu tests/unit/test_kernels.py \
+	DFLASH_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/server tests/gpu tests/unit/test_kernels.py tests/unit/test_argmax.py \
 	tests/unit/test_triton_attention.py tests/unit/test_triton_side_by_side.py tests/unit/test_penalty_kernels.py \
 	tests/unit/test_penalties.py tests/unit/test_grammar.py tests/unit/test_linear_kernels.py tests/unit/test_adapter_products.py \
 	tests/unit/test_adapter_rows.py tests/unit/test_adapter_sums.py tests/unit/test_ragged.py tests/unit/test_side_by_side.py \

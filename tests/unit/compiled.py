@@ -189,9 +189,8 @@ def of_tokens(capability: int) -> int:
     names = {name for kernel in kernels for name in kernel.arg_names}
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
     types |= dict.fromkeys(("kinds_ptr", "rows_ptr", "cells_ptr", "lengths_ptr"), "*i64")
-    table = dict(KINDS=4, WIDEST=15, WIDEST_POW2=16, BINS=16)
     drafted = dict(FIRST=-2.5, PER_NAT=2.0, WIDEST=15, DRAFTS=7, DRAFTS_POW2=8, BINS=16)
-    learned = table | dict(LEAST=0.5, GUESS=8.0, POOLED=16.0)
+    learned = dict(KINDS=4, WIDEST=15, WIDEST_POW2=16, BINS=16, LEAST=0.5, GUESS=8.0, POOLED=16.0)
     counted = dict(SIZE=960, WIDEST_POW2=16)
     expected = types | {"ended_ptr": "*i32"}
     made.append(compiled(survival._expect, capability, drafted, expected, 1))
