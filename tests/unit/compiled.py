@@ -171,12 +171,14 @@ def of_rounds(capability: int) -> int:
 def of_tokens(capability: int) -> int:
     """Compiles what finds the likeliest tokens, accepts drafts and learns of it; the shared memory of the largest."""
     made, types = [], dict.fromkeys(("index_ptr", "indices_ptr"), "*i64") | {"stride": "i32"}
-    for parts, rest in itertools.product((1, 2, 16), (False, True)):
+    for parts, rest in itertools.product((1, 2, None), (False, True)):
+        way = argmax.WITH_REST if rest else argmax.ALONE
+        parts = parts or way.most_parts
         options = dict(SIZE=151_936, PARTS=parts, REST=rest)
         types |= {"x_ptr": "*bf16", "rest_ptr": "*fp32", "masses_ptr": "*fp32"}
         types |= dict.fromkeys(("value_ptr", "values_ptr"), "*fp32" if rest else "*bf16")
-        first = options | {"TILE": 4096} | ({} if rest else {"rest_ptr": None})
-        made.append(compiled(argmax._part_of_row, capability, first, types, 8))
+        first = options | {"TILE": way.tile} | ({} if rest else {"rest_ptr": None})
+        made.append(compiled(argmax._part_of_row, capability, first, types, way.warps))
         if parts > 1:
             whole = options if rest else options | {"rest_ptr": None, "masses_ptr": None}
             made.append(compiled(argmax._of_parts, capability, whole, types, 1))

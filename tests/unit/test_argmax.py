@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_dflash.gpu.kernels import argmax
 from sglang_dflash.gpu.kernels.argmax import (
     row_max_and_rest,
     row_max_and_rest_kernel,
@@ -40,9 +41,14 @@ def test_row_max_of_nan() -> None:
     assert index.tolist() == x.max(dim=-1).indices.tolist()
 
 
-@pytest.mark.parametrize(("n", "size"), [(4, 300), (4, 40_000), (70, 9000), (600, 5000)])
-def test_row_max_and_rest(n: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "size", "programs"), [(4, 300, 4096), (4, 40_000, 4096), (70, 9000, 4096), (8, 5000, 8)]
+)
+def test_row_max_and_rest(
+    n: int, size: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With largest elements that are there twice, and next to nothing else; by one program a row, and by several."""
+    monkeypatch.setattr(argmax, "WITH_REST", argmax.WITH_REST._replace(programs=programs))
     x = torch.randn(n, size, device=DEVICE)
     x[0, size // 2], x[0, -1] = 9.0, 8.0
     x[1] = torch.randint(-5, 5, (size,), device=DEVICE).float()

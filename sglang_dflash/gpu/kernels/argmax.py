@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-_TILE = 4096
-_PROGRAMS = 1024  # that a GPU runs at a time
-_MOST_PARTS = 16  # of a row
+
+class Way(NamedTuple):
+    """How rows are read.
+
+    Attributes:
+        tile: columns that a program looks at at a time.
+        warps: of a program.
+        programs: about as many as there are at most, or one for each row.
+        most_parts: of a row.
+    """
+
+    tile: int
+    warps: int
+    programs: int
+    most_parts: int
+
+
+# What an H200 does soonest (benchmark/results/kernels/h200-likeliest.jsonl).
+ALONE, WITH_REST = Way(4096, 8, 1024, 16), Way(1024, 4, 4096, 64)
 
 
 @triton.jit
@@ -138,18 +156,20 @@ def _launch(
     x: torch.Tensor, value: torch.Tensor, index: torch.Tensor, rest: torch.Tensor | None
 ) -> None:
     rows, size = x.shape
-    tile = min(_TILE, triton.next_power_of_2(size))
-    parts = parts_of(rows, triton.cdiv(size, tile))
+    way = ALONE if rest is None else WITH_REST
+    tile = min(way.tile, triton.next_power_of_2(size))
+    parts = parts_of(rows, triton.cdiv(size, tile), way)
     options = dict(SIZE=size, PARTS=parts, REST=rest is not None)
     found = value, index, rest
     if parts > 1:
         found = [None if each is None else each.new_empty(rows, parts) for each in found]
-    _part_of_row[(rows, parts)](x, *found, x.stride(0), TILE=tile, num_warps=8, **options)
+    grid = rows, parts
+    _part_of_row[grid](x, *found, x.stride(0), TILE=tile, num_warps=way.warps, **options)
     if parts > 1:
         _of_parts[(rows,)](*found, value, index, rest, num_warps=1, **options)
 
 
-def parts_of(rows: int, tiles: int) -> int:
+def parts_of(rows: int, tiles: int, way: Way) -> int:
     """Of each row, that programs look at side by side: a power of two, no more than a row has tiles."""
-    most = min(_MOST_PARTS, max(1, _PROGRAMS // max(1, rows)), tiles)
+    most = min(way.most_parts, max(1, way.programs // max(1, rows)), tiles)
     return 1 << (most.bit_length() - 1)
