@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,8 @@ class BestRows(WholeBlocks):
         """Of the blocks of the last rounds."""
         if self._gains is None:
             seen = self._seen[0] if len(self._seen) == 1 else np.concatenate(self._seen)
-            self._gains = _Gains.of(seen, [self._width, *self._costs.narrow, *self._costs.uniform])
+            widths = self._width, *self._costs.narrow, *self._costs.uniform
+            self._gains = _Gains.of(seen, dict.fromkeys(widths))
         return self._gains
 
     def plan(self, load: Load) -> Plan:
@@ -244,10 +246,11 @@ class _Gains:
     drafts: np.ndarray
 
     @classmethod
-    def of(cls, chances: np.ndarray, widths: list[int]) -> _Gains:
+    def of(cls, chances: np.ndarray, widths: Collection[int]) -> _Gains:
         """
         Args:
             chances: [blocks, drafts] of whole blocks.
+            widths: each once.
         """
         begins = np.zeros(max(widths) + 1, dtype=np.int64)
         drafts = np.zeros_like(begins)
