@@ -25,7 +25,7 @@ class Way(NamedTuple):
     most_parts: int
 
 
-# What an H200 does soonest (benchmark/results/kernels/h200-likeliest.jsonl).
+# The second by what an H200 took for others, too (benchmark/results/kernels/h200-likeliest.jsonl).
 ALONE, WITH_REST = Way(4096, 8, 1024, 16), Way(1024, 4, 4096, 64)
 
 
