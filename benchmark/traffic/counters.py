@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import requests
 
@@ -14,6 +15,11 @@ STEPS = (
     "vllm:spec_decode_num_drafts_total",
 )
 TOKENS = ("sglang:generation_tokens_total", "vllm:generation_tokens_total")
+# This project's alone: see docs/metrics.md.
+LAUNCHED, ROWS = "sglang:dflash_planned_rounds_total", "sglang:dflash_verified_rows_total"
+HOST_STEP = "sglang:dflash_host_step_seconds"
+_COUNTED = {*STEPS, *TOKENS, LAUNCHED, ROWS}
+_WAY = re.compile(r'\bway="(\w+)"')
 
 
 @dataclass(frozen=True)
@@ -21,15 +27,27 @@ class Counters:
     """As they stand at a moment; None for what a server does not count.
 
     Attributes:
-        steps: verify steps.
+        steps: verify steps, one for each request in a round.
         tokens: of answers.
+        launched: rounds, each of all requests that run.
+        rows: of blocks that the target ran in them.
+        host_step_ms: what the host takes for a step, lately; with prompts and without.
     """
 
     steps: float | None = None
     tokens: float | None = None
+    launched: float | None = None
+    rows: float | None = None
+    host_step_ms: Mapping[str, float] = field(default_factory=dict)
 
     def since(self, before: Counters) -> Counters:
-        return Counters(*map(_difference, (self.steps, self.tokens), (before.steps, before.tokens)))
+        return Counters(
+            _difference(self.steps, before.steps),
+            _difference(self.tokens, before.tokens),
+            _difference(self.launched, before.launched),
+            _difference(self.rows, before.rows),
+            self.host_step_ms,
+        )
 
 
 def _difference(now: float | None, before: float | None) -> float | None:
@@ -39,14 +57,20 @@ def _difference(now: float | None, before: float | None) -> float | None:
 def parse(text: str) -> Counters:
     """Counters of a Prometheus page, summed over their labels."""
     found: dict[str, float] = {}
+    host: dict[str, float] = {}
     for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        name = name.split("{")[0]
-        if name in STEPS or name in TOKENS:
+        series, _, value = line.rpartition(" ")
+        name = series.split("{")[0]
+        if name in _COUNTED:
             found[name] = found.get(name, 0.0) + float(value)
+        elif name == HOST_STEP and (way := _WAY.search(series)):
+            host[way[1]] = 1e3 * float(value)
     return Counters(
         next((found[name] for name in STEPS if name in found), None),
         next((found[name] for name in TOKENS if name in found), None),
+        found.get(LAUNCHED),
+        found.get(ROWS),
+        host,
     )
 
 

@@ -59,6 +59,7 @@ def test_counts_what_the_servers_count(
     steps = sum(meta["spec_verify_ct"] for meta in drafted)
     assert greedy[1]["verify_steps"] == steps
     assert greedy[1]["accept_length"] == pytest.approx((tokens - REQUESTS) / steps)
+    assert 0 < greedy[1]["launched_rounds"] <= steps <= greedy[1]["verified_rows"]
     for row in rows(output):
         assert row["server_tokens"] in (None, row["completion_tokens"])
     assert greedy[1]["server_tokens"] == tokens

@@ -1,4 +1,4 @@
-"""The serving benchmark: answers, arrivals, counters, figures, cells, resuming, tables, refusals."""
+"""The serving benchmark: answers, arrivals, figures, cells, resuming, tables, refusals."""
 
 from __future__ import annotations
 
@@ -83,38 +83,6 @@ def test_poisson_arrivals() -> None:
     assert arrivals.poisson(50, 100, 10**6) == found  # everybody gets the same
     assert len(arrivals.poisson(50, 100, 30)) == 30
     assert len(arrivals.poisson(0.001, 1, 30)) == 1
-
-
-SGLANG = """\
-# TYPE sglang:spec_verify_calls_total counter
-sglang:spec_verify_calls_total{tp_rank="0"} 100.0
-sglang:spec_verify_calls_total_created{tp_rank="0"} 1.7e+09
-sglang:generation_tokens_total{model_name="a b"} 800.0
-sglang:spec_accept_length{tp_rank="0"} 7.9
-"""
-OURS = SGLANG.replace("spec_verify_calls", "dflash_rounds")
-VLLM = """\
-vllm:spec_decode_num_drafts_total{engine="0"} 60.0
-vllm:spec_decode_num_drafts_total{engine="1"} 40.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0"} 700.0
-vllm:generation_tokens_total{engine="0"} 8e+02
-"""
-
-
-@pytest.mark.parametrize("page", [SGLANG, OURS, VLLM])
-def test_verify_steps_of_every_kind_of_server(page: str) -> None:
-    assert counters.parse(page) == counters.Counters(100, 800)
-    assert counters.parse("process_cpu_seconds_total 3.0\n\n# nothing") == counters.Counters()
-    before = counters.Counters(20, 100)
-    assert counters.parse(page).since(before) == counters.Counters(80, 700)
-    assert counters.Counters(5, 6).since(counters.Counters()) == counters.Counters(5, 6)
-
-
-def test_size_of_a_pool_by_the_server_itself() -> None:
-    page = 'a 1\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="3750"} 1.0\n'
-    assert counters.kv_tokens({}, page) == 60000
-    assert counters.kv_tokens({"max_total_num_tokens": 5}, "") == 5
-    assert counters.kv_tokens({"vllm_config": "…"}, page.replace("3750", "None")) is None
 
 
 def test_accept_length_leaves_out_what_the_prefill_gave() -> None:
