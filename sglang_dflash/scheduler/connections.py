@@ -10,6 +10,7 @@ from sglang_dflash.scheduler.futures import number_nothing
 from sglang_dflash.scheduler.leaving import leave_at_once
 from sglang_dflash.scheduler.operations import Operations
 from sglang_dflash.scheduler.order import choose_in_order
+from sglang_dflash.scheduler.parameters import hand_over_unawaited
 from sglang_dflash.serving.first_tokens import send_ahead
 
 if TYPE_CHECKING:
@@ -23,5 +24,6 @@ def connect(scheduler: Scheduler) -> None:
     leave_at_once(scheduler)
     choose_in_order(scheduler)
     number_nothing(scheduler)
+    hand_over_unawaited()
     scheduler._request_dispatcher = Operations(scheduler, scheduler._request_dispatcher)
     send_ahead(scheduler)
