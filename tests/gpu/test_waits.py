@@ -14,17 +14,13 @@ REQUESTS, CLIENTS = 64, 8
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("page", [1, 16])
-def test_requests_that_come_and_go(
-    page: int, temperature: float, logs: Path, prompts: list[str]
-) -> None:
+def test_requests_that_come_and_go(temperature: float, logs: Path, prompts: list[str]) -> None:
     """Prompts beside rounds, requests that end, prefixes that are known and that are not.
 
     A step in which the host waits for small kernels of its own, which those of a round hold up, takes it milliseconds
-    more; the more rows the round has, the more.
+    more; the more rows the round has, the more. With pages of several tokens the release waits where requests end.
     """
-    log = logs / f"waits-{page}-{temperature}.log"
-    arguments = ("--speculative-dflash-verify", "auto", "--page-size", str(page))
+    log, arguments = logs / f"waits-{temperature}.log", ("--speculative-dflash-verify", "auto")
     with running(log, *arguments, worker="v2", launcher=("tests.gpu.waits_told",)) as server:
         asked = {"temperature": temperature, "max_new_tokens": 100}
         server.generate_all(prompts[:REQUESTS], concurrency=CLIENTS, **asked)  # compilers wait, too

@@ -41,9 +41,13 @@ def _told(run: Any) -> None:
 def _tell(message: Warning | str, *where: Any, **more: Any) -> None:
     if "synchronizing" in str(message):
         frames = traceback.extract_stack()[:-1]
-        mine = [each for each in frames if "/torch/" not in each.filename][-_FRAMES:]
-        at = (f"{each.filename.split('/site/')[-1]}:{each.lineno} {each.name}" for each in mine)
-        logger.info("%s %s", TOLD, " < ".join(reversed(list(at))))
+        others = "/torch/", "/warnings.py"
+        mine = [each for each in frames if not any(part in each.filename for part in others)]
+        at = (
+            f"{each.filename.split('/site/')[-1]}:{each.lineno} {each.name}"
+            for each in mine[: -_FRAMES - 1 : -1]
+        )
+        logger.info("%s %s", TOLD, " < ".join(at))
 
 
 if __name__ == "__main__":
