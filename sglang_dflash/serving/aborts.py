@@ -60,7 +60,7 @@ def made_of(manager: TokenizerManager, rid: str, copy: str) -> None:
     SGLang makes the copies of a prompt after it has run the prompt; who aborted it until then
     meant them, too.
     """
-    family = _families(manager).get(rid) or Family()
+    family = family_of(manager, rid) or Family()
     family.members.append(copy)
     if family.aborted:  # once the copy is sent, which is before anything else can happen
         asyncio.get_running_loop().call_soon(manager.abort_request, copy)
@@ -68,16 +68,16 @@ def made_of(manager: TokenizerManager, rid: str, copy: str) -> None:
 
 def abort_family(manager: TokenizerManager, rid: str) -> None:
     """Aborts what runs under an id other than that of its own."""
-    family = _families(manager).get(rid)
+    family = family_of(manager, rid)
     if family is not None:
         family.aborted = True
         for member in family.members:
             manager.abort_request(member)
 
 
-def stands_for_any(manager: TokenizerManager, rid: str) -> bool:
-    """Whether a batch or a prompt with this id is being answered."""
-    return rid in _families(manager)
+def family_of(manager: TokenizerManager, rid: str) -> Family | None:
+    """What runs under the id of a batch or a prompt that is being answered."""
+    return _families(manager).get(rid)
 
 
 def _families(manager: TokenizerManager) -> dict[str, Family]:

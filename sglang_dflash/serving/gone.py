@@ -8,12 +8,13 @@ run, and every full garbage collection walks them while all others wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from starlette.background import BackgroundTask
 
-from sglang_dflash.serving.aborts import stands_for_any
+from sglang_dflash.serving.aborts import family_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -30,7 +31,8 @@ def abort_gone(manager: TokenizerManager) -> None:
 
         async def abort_if_gone() -> None:  # Starlette gives what is no coroutine to a thread
             rids = [obj.rid] if obj.is_single else obj.rid
-            running = [rid for rid in rids if _runs(manager, rid)]
+            found = ((rid, _answered(manager, rid)) for rid in rids)
+            running = {rid: weakref.ref(answered) for rid, answered in found if answered}
             if running:
                 asyncio.get_running_loop().call_later(_SECONDS, _abort, manager, running)
 
@@ -39,10 +41,13 @@ def abort_gone(manager: TokenizerManager) -> None:
     manager.create_abort_task = create_abort_task
 
 
-def _runs(manager: TokenizerManager, rid: str) -> bool:
-    return rid in manager.rid_to_state or stands_for_any(manager, rid)
+def _answered(manager: TokenizerManager, rid: str) -> object | None:
+    """What is being answered under an id, if anything is."""
+    return manager.rid_to_state.get(rid) or family_of(manager, rid)
 
 
-def _abort(manager: TokenizerManager, rids: Sequence[str]) -> None:
-    for rid in rids:
-        manager.abort_request(rid)
+def _abort(manager: TokenizerManager, running: Mapping[str, weakref.ref[object]]) -> None:
+    """Meanwhile they may have ended, and others may have their ids."""
+    for rid, gone in running.items():
+        if (answered := _answered(manager, rid)) is not None and answered is gone():
+            manager.abort_request(rid)

@@ -17,6 +17,10 @@ from sglang_dflash.serving.aborts import standing_for
 from sglang_dflash.serving.door import open_door
 
 
+class State:
+    """Of a request that is being answered."""
+
+
 class Manager:
     """A tokenizer manager that notes what it aborts."""
 
@@ -25,7 +29,7 @@ class Manager:
     recv_from_detokenizer = None
 
     def __init__(self) -> None:
-        self.rid_to_state: dict[str, None] = {}
+        self.rid_to_state: dict[str, State] = {}
         self.aborted: list[str] = []
 
     def abort_request(self, rid: str) -> None:
@@ -72,11 +76,21 @@ def test_a_stream_that_is_over(manager: Manager) -> None:
 @pytest.mark.parametrize("rids", [("a",), ("a", "b")])
 def test_a_client_that_has_gone(manager: Manager, rids: tuple[str, ...]) -> None:
     """All of its requests that still run are aborted, after a while as the release does."""
-    manager.rid_to_state = dict.fromkeys([rids[-1], "another's"])
+    manager.rid_to_state = {rid: State() for rid in (rids[-1], "another's")}
     [later] = ended(manager, *rids)
     assert not manager.aborted
     later()
     assert manager.aborted == [rids[-1]]
+
+
+@pytest.mark.parametrize("others", [{}, {"a": State()}])
+def test_an_id_that_has_another_owner_by_then(manager: Manager, others: dict[str, State]) -> None:
+    """Who asks again under the id of what has ended meanwhile is not aborted for it."""
+    manager.rid_to_state = {"a": State()}
+    [later] = ended(manager, "a")
+    manager.rid_to_state = others
+    later()
+    assert not manager.aborted
 
 
 @pytest.mark.parametrize("answered", [True, False])
