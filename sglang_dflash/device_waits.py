@@ -1,9 +1,11 @@
-"""How long this process has waited for its device."""
+"""How long this process has waited for its device, and copies for which it does not."""
 
 from __future__ import annotations
 
 import time
 from typing import Protocol
+
+import torch
 
 
 class Event(Protocol):
@@ -48,3 +50,10 @@ class Awaited:
 
     def synchronize(self) -> None:
         WAITS.until(self._event)
+
+
+def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy there, for which the host does not wait."""
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_dflash.device_waits import to_device
 from sglang_dflash.gpu.kernels.penalties import (
     END,
     Counted,
@@ -186,10 +187,7 @@ class Penalties:
 
     def _to_device(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Without a wait for what runs there."""
-        tensor = torch.tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=dtype), self.device)
 
 
 def _stop_ids(req: Req) -> set[int]:

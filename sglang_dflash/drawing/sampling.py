@@ -17,6 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_dflash.device_waits import to_device
 from sglang_dflash.drawing.grammar import vocabulary_mask
 from sglang_dflash.drawing.not_finite import NOT_FINITE, take_out
 from sglang_dflash.drawing.on_its_way import DraftsOnHost
@@ -316,7 +317,7 @@ def rows_of(requests: list[int], width: int, device: torch.device) -> slice | to
     if last - first + 1 == len(requests):
         return slice(first * width, (last + 1) * width)
     rows = (torch.tensor(requests)[:, None] * width + torch.arange(width)).flatten()
-    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+    return to_device(rows, device)
 
 
 def draws(req: Req) -> bool:

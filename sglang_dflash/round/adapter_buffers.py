@@ -13,6 +13,7 @@ from sglang.srt.utils import next_power_of_2
 from torch import nn
 from torch.nn.functional import pad
 
+from sglang_dflash.device_waits import to_device
 from sglang_dflash.gpu.kernels.adapter_rows import (
     Segments,
     group_rows,
@@ -231,10 +232,3 @@ def _tiled(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     at = run.clamp(max=runs - 1)
     begins = ends[at] + _TILE * (segment - (last - counts)[at])
     return torch.cat([begins.minimum(ends[at + 1]), ends[-1:]]), run
-
-
-def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A copy there, for which the host does not wait."""
-    if torch.device(device).type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)

@@ -19,10 +19,11 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.utils import replace_submodule
 from torch import nn
 
+from sglang_dflash.device_waits import to_device
 from sglang_dflash.gpu.kernels.adapter_sums import Wide
 from sglang_dflash.gpu.wide_products import widen_products
 from sglang_dflash.round.adapted_head import AdaptedHead
-from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids, has_adapters, to_device
+from sglang_dflash.round.adapter_buffers import AdapterBuffers, Ids, has_adapters
 from sglang_dflash.round.block_model import BlockModel
 from sglang_dflash.round.opened import Round
 

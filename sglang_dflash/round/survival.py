@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dflash.device_waits import to_device
 from sglang_dflash.gpu.kernels.survival import count_and_update, expect
-from sglang_dflash.round.adapter_buffers import Ids, has_adapters, to_device
+from sglang_dflash.round.adapter_buffers import Ids, has_adapters
 
 # A kind of request: 1 if it draws, and 2 more if it has a LoRA adapter, whose target the drafter was not trained for.
 _DRAWS, _ADAPTED = 1, 2

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_dflash.device_waits import to_device
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -25,17 +27,10 @@ def _hand_over(info: SamplingBatchInfo, batch: ScheduleBatch, vocabulary: int) -
     for field in fields(info):
         value = getattr(info, field.name)
         if isinstance(value, torch.Tensor):
-            setattr(info, field.name, _on_its_way(value, batch.device))
+            setattr(info, field.name, to_device(value, batch.device))
     if info.custom_logit_processor:
         info.custom_logit_processor = {
-            key: (processor, _on_its_way(mask, batch.device))
+            key: (processor, to_device(mask, batch.device))
             for key, (processor, mask) in info.custom_logit_processor.items()
         }
     info.device = batch.device
-
-
-def _on_its_way(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copied from memory that the device reads itself, so that nobody waits."""
-    if torch.device(device).type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)

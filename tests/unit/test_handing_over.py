@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -26,10 +25,9 @@ class Batch:
 
 
 @pytest.fixture
-def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingBatchInfo, "adjusted_from_schedule_batch", None)
     hand_over_unawaited()
-    yield
 
 
 def made(device: str, algorithm: str | None, *reqs: Req) -> SamplingBatchInfo:
