@@ -214,13 +214,15 @@ def server_arguments(
     given += ["--attention-backend", attention or ATTENTION[device], "--enable-metrics"]
     given += ["--max-running-requests", str(needs.requests)]
     given += ["--max-total-tokens", str(needs.kv_tokens)]
+    # Servers wait for their turn side by side; one that polled would take a processor from who is asked.
+    given += ["--sleep-on-idle"]
     if device == "cuda":
         given += ["--dtype", "bfloat16", "--cuda-graph-max-bs", str(needs.requests)]
         if choice.kind == "own":
             # The release's piecewise graphs fail on the bundled target, small or inflated.
             given += ["--disable-piecewise-cuda-graph"]
     else:
-        given += ["--dtype", "float32", "--sleep-on-idle"]
+        given += ["--dtype", "float32"]
     if choice.drafts:
         given += ["--speculative-algorithm", "DFLASH"]
         given += ["--speculative-draft-model-path", location(pair.drafter)]
