@@ -203,7 +203,7 @@ def test_systems_by_python_and_path(tmp_path: Path) -> None:
         for choice in (plain, v2, peer, vllm, vllm_plain)
     }
     assert "--speculative-algorithm" not in lines["plain"]
-    # While others are asked; vLLM's does so anyway.
+    # While others are asked.
     assert {name for name in lines if "--sleep-on-idle" in lines[name]} == {"plain", "v2", "peer"}
     for name in ("v2", "peer"):
         assert " ".join(lines[name][-6:]).startswith("--speculative-algorithm DFLASH --spec")
